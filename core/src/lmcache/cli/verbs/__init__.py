@@ -1,0 +1,1 @@
+"""One module per verb of ``lmcache``: ``add(parser)`` declares its flags, ``run(args)`` does it."""

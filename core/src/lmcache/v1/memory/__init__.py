@@ -1,0 +1,1 @@
+"""Allocation of host memory. Knows offsets and sizes, no tensors."""

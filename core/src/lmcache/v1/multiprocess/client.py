@@ -1,0 +1,236 @@
+"""A client's session with the server: liveness, circuit breaker, reconnection.
+
+A heartbeat thread with a socket of its own opens the session, keeps it alive and opens it again after the server
+came back. While it is not open every call fails at once, so a dead server costs its callers one time-out in all.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+import lmcache
+from lmcache.errors import LMCacheError
+from lmcache.logging import init_logger
+from lmcache.v1.multiprocess.attachment import Attachment, attach
+from lmcache.v1.protocol import messages as m
+from lmcache.v1.protocol.channel import Channel, RequestFailed, Unavailable
+
+logger = init_logger(__name__)
+
+_LEASE_LIMIT = 1 << 62
+
+
+class ClientOptions(msgspec.Struct, kw_only=True, frozen=True):
+    """Time limits, all in seconds."""
+
+    control_timeout: float = 2.0
+    """A round trip without payload."""
+    data_bytes_per_second: float = 100e6
+    """Slowest acceptable payload rate: in-frame transfers may take control_timeout + bytes / this."""
+    heartbeat_interval: float = 2.0
+    retry_interval: float = 0.5
+    """Between attempts to reach a server that is away."""
+    shm: str = "auto"
+    """auto: map the pool if possible, else frames; require: no cache without mapping; off: always frames."""
+
+
+class CacheClient:
+    """One session of one role.
+
+    Args:
+        address: ZeroMQ address of the server.
+        role, engine, rank, ranks: see :class:`lmcache.v1.protocol.messages.Hello`.
+        on_open: called from the heartbeat thread with each new session before it counts as open, through which a
+            worker registers. May raise :class:`LMCacheError`; then the session is tried again later.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        role: m.Role,
+        engine: str = "",
+        rank: int = 0,
+        ranks: int = 1,
+        options: ClientOptions | None = None,
+        on_open: Callable[[CacheClient], None] | None = None,
+    ) -> None:
+        self.options = options or ClientOptions()
+        self.address = address
+        self.role: m.Role = role
+        self.session = ""
+        self.welcome: m.Welcome | None = None
+        self.attachment: Attachment | None = None
+        self.reason = "not connected yet"
+        """Why the session is not open; empty while it is."""
+        self._hello = m.Hello(
+            protocol_min=m.PROTOCOL_MIN, protocol_max=m.PROTOCOL, role=role, engine=engine, rank=rank, ranks=ranks,
+            client=f"{socket.gethostname()}:{os.getpid()} lmcache {lmcache.__version__}",
+        )  # fmt: skip
+        self._on_open = on_open
+        self._channel = Channel(address)
+        self._beat = Channel(address)
+        self._lease_ids = itertools.count(secrets.randbelow(_LEASE_LIMIT))
+        self._lost_leases: list[tuple[type[m.Abort] | type[m.Release], int]] = []
+        self._up = threading.Event()
+        self._stop = threading.Event()
+        self._wake = threading.Event()
+        self._guard = threading.Lock()
+        self._logged_reason = ""
+        self._thread = threading.Thread(target=self._run, name=f"lmcache-beat-{role}", daemon=True)
+
+    # ---- for callers
+
+    @property
+    def up(self) -> bool:
+        return self._up.is_set()
+
+    def start(self, wait: float = 0.0) -> bool:
+        """Start the heartbeat; wait at most ``wait`` seconds for the session. True if it is open."""
+        self._thread.start()
+        return self._up.wait(wait) if wait else self.up
+
+    def close(self) -> None:
+        """Close the session and stop the thread."""
+        self._stop.set()
+        self._wake.set()
+        self._thread.join(self.options.control_timeout + 1)
+        if self.session:
+            self._beat.post(m.Bye(session=self.session))
+        self._up.clear()
+        self._channel.close()
+        self._beat.close()
+        if self.attachment is not None:
+            self.attachment.close()
+
+    def new_lease(self) -> int:
+        """A lease id that no other client's is likely to be."""
+        return next(self._lease_ids) % _LEASE_LIMIT
+
+    def call(self, message: m.Request, nbytes: int = 0, payload: Sequence[Any] = ()) -> tuple[m.Reply, list[bytes]]:
+        """One round trip within its deadline.
+
+        Args:
+            nbytes: payload bytes in either direction; they lengthen the deadline.
+
+        Raises:
+            Unavailable: if the session is not open, or the server did not answer; then the circuit breaker opens.
+            RequestFailed: if the server refused.
+        """
+        if not self._up.is_set():
+            raise Unavailable(f"{type(message).__name__}: {self.reason}")
+        timeout = self.options.control_timeout + nbytes / self.options.data_bytes_per_second
+        try:
+            return self._channel.call(message, timeout, payload)
+        except Unavailable as exc:
+            self._trip(str(exc), message)
+            raise
+        except RequestFailed as exc:
+            if exc.code == "unknown_session":
+                self._trip(str(exc), message)
+            raise
+
+    def post(self, message: m.Request) -> None:
+        """Send without waiting for anything; lost if the server is away."""
+        if self._up.is_set():
+            self._channel.post(message)
+
+    # ---- liveness
+
+    def _trip(self, reason: str, message: m.Request) -> None:
+        with self._guard:
+            lease = getattr(message, "lease", None)
+            if lease is not None:
+                kind = m.Release if isinstance(message, m.Lookup | m.Read) else m.Abort
+                self._lost_leases.append((kind, lease))
+            self._down(reason)
+        self._channel.reset()
+        self._wake.set()
+
+    def _down(self, reason: str) -> None:
+        self._up.clear()
+        self.reason = reason
+        if self._logged_reason != reason:
+            self._logged_reason = reason
+            logger.warning("cache server %s: %s; requests run uncached until it answers", self.address, reason)
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                if self.session:
+                    self._ping()
+                if not self.session:
+                    self._open()
+                if not self.up:
+                    self._recover()
+            except LMCacheError as exc:
+                self._beat.reset()
+                with self._guard:
+                    self._down(str(exc))
+            except Exception as exc:  # the thread must outlive whatever a callback does
+                logger.exception("heartbeat")
+                with self._guard:
+                    self._down(f"{type(exc).__name__}: {exc}")
+            self._wake.wait(self.options.heartbeat_interval if self.up else self.options.retry_interval)
+            self._wake.clear()
+
+    def _ping(self) -> None:
+        pong, _ = self._beat.call(m.Ping(session=self.session), self.options.control_timeout)
+        assert isinstance(pong, m.Pong)
+        if not pong.known or self.welcome is None or pong.epoch != self.welcome.epoch:
+            self._up.clear()
+            self.session = ""
+
+    def _open(self) -> None:
+        welcome, _ = self._beat.call(self._hello, self.options.control_timeout)
+        if not isinstance(welcome, m.Welcome):
+            raise Unavailable(f"{self.address} does not speak this protocol")
+        old, self.attachment = self.attachment, None
+        if old is not None:
+            old.close()
+        self.welcome = welcome
+        self.attachment = attach(welcome, want_pool=self.role == "worker", shm=self.options.shm)
+        session, self.session = self.session, welcome.session
+        try:
+            if self._on_open is not None:
+                self._on_open(self)
+        except BaseException:
+            self._beat.post(m.Bye(session=welcome.session))
+            self.session = session
+            raise
+
+    def register(self, message: m.Register) -> None:
+        """For ``on_open``: register on the heartbeat's own channel, before the session is open to callers."""
+        self._beat.call(message, self.options.control_timeout)
+
+    def _recover(self) -> None:
+        with self._guard:
+            lost, self._lost_leases = self._lost_leases, []
+        for kind in (m.Release, m.Abort):
+            leases = [lease for k, lease in lost if k is kind]
+            if leases:
+                self._beat.call(kind(session=self.session, leases=leases), self.options.control_timeout)
+        with self._guard:
+            self.reason = ""
+            if self._logged_reason:
+                logger.info("cache server %s: back, requests are cached again", self.address)
+                self._logged_reason = ""
+        self._up.set()
+
+
+def wait_until(condition: Callable[[], bool], seconds: float, step: float = 0.01) -> bool:
+    """Poll ``condition`` for at most ``seconds``; its last value."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(step)
+    return True

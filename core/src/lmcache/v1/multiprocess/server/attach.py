@@ -1,0 +1,157 @@
+"""Hands the pool's descriptor to clients on this host, and learns of their death.
+
+A client connects to a Unix socket, sends its session id, and receives the descriptor (SCM_RIGHTS). It keeps the
+connection open for its whole life: the kernel closes it when the process ends, however it ends, so the end of the
+stream is the one sure sign that the process can no longer write to the pool.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from lmcache.errors import StartupError
+from lmcache.logging import init_logger
+from lmcache.v1.multiprocess.host import WANT_FD, socket_name
+
+logger = init_logger(__name__)
+
+_SESSION_ID_BYTES = 32
+
+
+class AttachServer:
+    """The Unix socket of one server.
+
+    Args:
+        address: ``@name`` (abstract: leaves no file) or a path, created with mode 0600.
+        fd: the pool's descriptor.
+        on_attach: called with a session id and whether it gets the descriptor; returns an error text or None.
+        on_gone: called with the session id once its connection has ended.
+
+    Raises:
+        StartupError: if the address is taken or cannot be bound.
+    """
+
+    def __init__(
+        self, address: str, fd: int, on_attach: Callable[[str, bool], str | None], on_gone: Callable[[str], None]
+    ) -> None:
+        self.address = address
+        self._fd = fd
+        self._on_attach = on_attach
+        self._on_gone = on_gone
+        self._selector = selectors.DefaultSelector()
+        self._listener = self._bind()
+        self._wake, self._woken = os.pipe2(os.O_CLOEXEC)[::-1]
+        self._selector.register(self._listener, selectors.EVENT_READ, None)
+        self._selector.register(self._woken, selectors.EVENT_READ, None)
+        self._thread = threading.Thread(target=self._run, name="lmcache-attach", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop, close all connections and remove the socket's file, if it has one."""
+        os.write(self._wake, b"x")
+        if self._thread.is_alive():
+            self._thread.join(5)
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.fileobj, socket.socket):
+                key.fileobj.close()
+        self._selector.close()
+        os.close(self._wake)
+        os.close(self._woken)
+        if not self.address.startswith("@"):
+            Path(self.address).unlink(missing_ok=True)
+
+    def _bind(self) -> socket.socket:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        if not self.address.startswith("@"):
+            self._remove_dead_socket(Path(self.address))
+        old_mask = os.umask(0o177)
+        try:
+            listener.bind(socket_name(self.address))
+        except OSError as exc:
+            listener.close()
+            raise StartupError(f"--shm-socket {self.address}: cannot be bound ({exc.strerror}); choose another path") from None
+        finally:
+            os.umask(old_mask)
+        listener.listen(64)
+        listener.setblocking(False)
+        return listener
+
+    @staticmethod
+    def _remove_dead_socket(path: Path) -> None:
+        if not path.is_socket():
+            return
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            try:
+                probe.connect(str(path))
+            except ConnectionRefusedError:
+                path.unlink(missing_ok=True)  # its server is dead
+            except OSError as exc:
+                logger.debug("probing %s: %s", path, exc)
+
+    def _run(self) -> None:
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj == self._woken:
+                    return
+                if key.fileobj is self._listener:
+                    self._accept()
+                else:
+                    assert isinstance(key.fileobj, socket.socket)
+                    self._read(key.fileobj, key.data)
+
+    def _accept(self) -> None:
+        try:
+            peer, _ = self._listener.accept()
+        except OSError as exc:
+            logger.warning("attach: accept failed: %s", exc)
+            return
+        peer.setblocking(False)
+        self._selector.register(peer, selectors.EVENT_READ, [""])
+
+    def _read(self, peer: socket.socket, state: list[str]) -> None:
+        try:
+            data = peer.recv(_SESSION_ID_BYTES + 1)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if data and not state[0] and len(data) == _SESSION_ID_BYTES + 1:
+            self._attach(peer, data, state)
+            return
+        # The end, or a peer that speaks out of turn.
+        self._selector.unregister(peer)
+        peer.close()
+        if state[0]:
+            self._on_gone(state[0])
+
+    def _attach(self, peer: socket.socket, data: bytes, state: list[str]) -> None:
+        session, want_fd = data[:_SESSION_ID_BYTES].decode("ascii", "replace"), data[_SESSION_ID_BYTES:] == WANT_FD
+        error = self._check_uid(peer) or self._on_attach(session, want_fd)
+        try:
+            if error is not None:
+                peer.sendall(error.encode()[:500])
+                peer.shutdown(socket.SHUT_WR)
+                return
+            state[0] = session
+            if want_fd:
+                socket.send_fds(peer, [b"+"], [self._fd])
+            else:
+                peer.sendall(b"+")
+        except OSError as exc:
+            logger.debug("attach: peer left: %s", exc)
+
+    @staticmethod
+    def _check_uid(peer: socket.socket) -> str | None:
+        packed = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        _, uid, _ = struct.unpack("3i", packed)
+        if uid in (os.geteuid(), 0):
+            return None
+        return f"uid {uid} may not map the pool of a server that runs as uid {os.geteuid()}; run both as one user"

@@ -1,0 +1,112 @@
+"""The request loop: one thread, one ROUTER socket, strict frames."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+import zmq
+
+from lmcache.errors import StartupError
+from lmcache.logging import init_logger
+from lmcache.v1.multiprocess.server.metrics import Metrics
+from lmcache.v1.multiprocess.server.service import Service
+from lmcache.v1.protocol import messages as m
+
+logger = init_logger(__name__)
+
+_ID_BYTES = 8
+_SWEEP_SECONDS = 1.0
+
+
+class RequestLoop:
+    """Receives requests, lets the service answer, sends replies. Binds at construction, serves in ``run``.
+
+    Raises:
+        StartupError: if the address is in use or cannot be bound.
+    """
+
+    def __init__(self, host: str, port: int, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._context = zmq.Context()
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 1000)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, m.MAX_FRAME_BYTES)
+        self._socket.setsockopt(zmq.SNDTIMEO, 0)  # a client that does not read must not stop the others
+        self._socket.setsockopt(zmq.RCVTIMEO, 200)
+        self._socket.setsockopt(zmq.IPV6, ":" in host)
+        where = f"tcp://{f'[{host}]' if ':' in host else host}:{port or '*'}"
+        try:
+            self._socket.bind(where)
+        except zmq.ZMQError as exc:
+            self.close()
+            raise StartupError(f"--port {port}: cannot bind {where} ({exc.strerror}); choose another --host or --port") from None
+        bound = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.port = int(bound.rpartition(":")[2])
+        self.address = f"tcp://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+    def run(self, service: Service, lock: threading.Lock, stop: threading.Event, sweep: Callable[[], None]) -> None:
+        """Serve until ``stop`` is set, then answer what has already arrived."""
+        next_sweep = time.monotonic() + _SWEEP_SECONDS
+        while not stop.is_set():
+            self._serve_one(service, lock)
+            if time.monotonic() >= next_sweep:
+                sweep()
+                next_sweep = time.monotonic() + _SWEEP_SECONDS
+        self._socket.setsockopt(zmq.RCVTIMEO, 0)
+        drain_until = time.monotonic() + 1.0
+        while time.monotonic() < drain_until and self._serve_one(service, lock):
+            continue
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+
+    def _serve_one(self, service: Service, lock: threading.Lock) -> bool:
+        """Answer one request; False if none came."""
+        socket = self._socket
+        try:
+            peer = socket.recv()
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as exc:
+            if exc.errno == zmq.EINTR or exc.errno == 4:
+                return False
+            raise
+        head: list[bytes] = []
+        payload: list[memoryview] = []
+        while socket.rcvmore:
+            if len(head) < 2:
+                head.append(socket.recv())
+            else:
+                payload.append(socket.recv(copy=False).buffer)
+        if len(head) != 2 or len(head[0]) != _ID_BYTES:
+            self._malformed("frames", peer)
+            return True
+        try:
+            request = m.request_decoder.decode(head[1])
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+            self._malformed("message", peer)
+            if any(head[0]):
+                self._reply(peer, head[0], m.Error(code="malformed", message=f"message cannot be read: {exc}"), ())
+            return True
+        with lock:
+            reply, frames = service.handle(request, payload)
+        self._metrics.requests.inc()
+        if any(head[0]):
+            self._reply(peer, head[0], reply, frames)
+        return True
+
+    def _reply(self, peer: bytes, ident: bytes, reply: m.Reply, frames: Sequence[memoryview]) -> None:
+        try:
+            self._socket.send_multipart([peer, ident, m.encode(reply), *frames])
+        except zmq.ZMQError as exc:  # EHOSTUNREACH: the client left; EAGAIN: it does not read
+            self._metrics.undeliverable.inc()
+            logger.debug("reply not delivered: %s", exc)
+
+    def _malformed(self, fault: str, peer: bytes) -> None:
+        self._metrics.malformed.labels(fault).inc()
+        logger.debug("malformed %s from %s dropped", fault, peer.hex())

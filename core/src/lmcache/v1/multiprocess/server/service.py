@@ -1,0 +1,350 @@
+"""The server's answers: one method per message, over the L1 index and the session table.
+
+Called under the server's lock; does no I/O. What goes wrong with one request is a :class:`Refused`, which becomes
+that request's error reply and touches nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import Any
+
+import lmcache
+from lmcache.errors import LMCacheError
+from lmcache.logging import init_logger
+from lmcache.v1.keys import Namespace, object_key
+from lmcache.v1.multiprocess.server.config import ServerConfig
+from lmcache.v1.multiprocess.server.metrics import Metrics
+from lmcache.v1.multiprocess.server.sessions import Engine, Session, Sessions
+from lmcache.v1.protocol import messages as m
+from lmcache.v1.storage.l1 import L1Cache
+from lmcache.v1.storage.shm_pool import PoolView
+
+logger = init_logger(__name__)
+
+_MAX_OBJECT_BYTES = 1 << 34
+
+
+class Refused(LMCacheError):
+    """A request that cannot be served; ``code`` is the error reply's code."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class Service:
+    """State and handlers. ``handle`` is the one entry."""
+
+    def __init__(self, config: ServerConfig, view: PoolView, attach: m.Attach | None, metrics: Metrics) -> None:
+        self.config = config
+        self.epoch = secrets.token_hex(8)
+        self.attach = attach
+        self.metrics = metrics
+        self.sessions = Sessions()
+        self.started = time.time()
+        self._view = view
+        lru = config.eviction_policy == "LRU"
+        self.l1 = L1Cache(view, config.eviction_trigger_watermark if lru else None, config.eviction_ratio)
+        self._version = lmcache.__version__
+        self._known: dict[bytes, Namespace] = {}
+        """Every namespace registered since the start, for Query: objects outlive their engine."""
+        self._handlers: dict[type, Callable[..., Any]] = {
+            m.Hello: self._hello,
+            m.Bye: self._bye,
+            m.Ping: self._ping,
+            m.Register: self._register,
+            m.Lookup: self._lookup,
+            m.Reserve: self._reserve,
+            m.Write: self._write,
+            m.Commit: self._commit,
+            m.Abort: self._abort,
+            m.Read: self._read,
+            m.Release: self._release,
+            m.EndRequest: self._end_request,
+            m.Query: self._query,
+            m.Status: self._status,
+            m.Clear: self._clear,
+        }
+
+    def handle(self, request: m.Request, payload: Sequence[memoryview]) -> tuple[m.Reply, Sequence[memoryview]]:
+        """The reply to a request and its payload frames; a refusal or a fault of ours is an error reply."""
+        try:
+            reply = self._handlers[type(request)](request, payload)
+        except Refused as exc:
+            self.metrics.errors.labels(exc.code).inc()
+            return m.Error(code=exc.code, message=str(exc)), ()
+        except Exception as exc:  # one request's fault must not stop the loop that serves the others
+            logger.exception("request %s failed", type(request).__name__)
+            self.metrics.errors.labels("internal").inc()
+            return m.Error(code="internal", message=f"{type(request).__name__}: {type(exc).__name__}: {exc}"), ()
+        return reply if isinstance(reply, tuple) else (reply, ())
+
+    # ---- sessions
+
+    def _hello(self, msg: m.Hello, _: object) -> m.Reply:
+        if not msg.protocol_min <= m.PROTOCOL or not msg.protocol_max >= m.PROTOCOL_MIN:
+            raise Refused(
+                "protocol",
+                f"client speaks protocol {msg.protocol_min}..{msg.protocol_max}, this server (lmcache {self._version})"
+                f" {m.PROTOCOL_MIN}..{m.PROTOCOL}; install matching versions on both sides",
+            )
+        if msg.ranks < 1 or not 0 <= msg.rank < msg.ranks:
+            raise Refused("bad_request", f"rank {msg.rank} of {msg.ranks}: expected 0 <= rank < ranks")
+        engine = self.sessions.engines.get(msg.engine)
+        if engine is not None and engine.ranks != msg.ranks:
+            raise Refused("bad_request", f"engine {msg.engine}: {msg.ranks} ranks, but it opened with {engine.ranks}")
+        session = self.sessions.open(msg.role, msg.engine, msg.rank, msg.ranks, msg.client)
+        return m.Welcome(
+            protocol=min(m.PROTOCOL, msg.protocol_max),
+            epoch=self.epoch,
+            session=session.id,
+            chunk_size=self.config.chunk_size,
+            version=self._version,
+            attach=self.attach,
+        )
+
+    def _bye(self, msg: m.Bye, _: object) -> m.Reply:
+        self.drop_session(msg.session, dead=True)
+        return m.Ok()
+
+    def _ping(self, msg: m.Ping, _: object) -> m.Reply:
+        session = self.sessions.by_id.get(msg.session)
+        if session is not None:
+            session.seen = time.monotonic()
+        return m.Pong(
+            epoch=self.epoch, known=session is not None, chunk_size=self.config.chunk_size, version=self._version
+        )
+
+    def _register(self, msg: m.Register, _: object) -> m.Reply:
+        session = self._session(msg.session)
+        engine = self._engine(session)
+        for ns in msg.namespaces:
+            if ns.block_size < 1 or ns.chunk_size != self.config.chunk_size or ns.chunk_size % ns.block_size:
+                raise Refused(
+                    "chunk_size",
+                    f"chunk size {self.config.chunk_size}: not a multiple of the engine's block size {ns.block_size};"
+                    " start the server with a --chunk-size that is",
+                )
+            if not ns.page_bytes or min(ns.page_bytes) < 1 or ns.object_bytes > _MAX_OBJECT_BYTES:
+                raise Refused("bad_request", f"pages of {ns.page_bytes} bytes: expected positive sizes below {_MAX_OBJECT_BYTES}")
+        if msg.mapped and not session.mapped:
+            raise Refused("not_attached", "registered as mapping the pool, but holds no descriptor of it; attach first")
+        engine.namespaces[session.rank] = [(ns.digest(), ns) for ns in msg.namespaces]
+        self._known.update(engine.namespaces[session.rank])
+        logger.info(
+            "engine %s rank %d/%d registered: %s, %d KV group(s), %s",
+            session.engine, session.rank, engine.ranks, msg.namespaces[0].model if msg.namespaces else "-",
+            len(msg.namespaces), "shared memory" if msg.mapped else "payload in frames",
+        )  # fmt: skip
+        return m.Ok()
+
+    # ---- loads
+
+    def _lookup(self, msg: m.Lookup, _: object) -> m.Reply:
+        session = self._session(msg.session)
+        engine = self._engine(session)
+        chain = session.hashes.setdefault(msg.request, [])
+        if msg.known > len(chain):
+            raise Refused("unknown_request", f"request {msg.request}: {len(chain)} chunk digests known, not {msg.known}")
+        chain[msg.known :] = self._hashes(msg.hashes)
+        self.metrics.lookups.inc()
+        self.metrics.lookup_tokens.inc(max(0, len(chain) - msg.start) * self.config.chunk_size)
+        if not engine.complete:
+            return m.Found(epoch=self.epoch, chunks=0)
+        groups = [(rank, ns) for rank in range(engine.ranks) for ns, _ in engine.namespaces[rank]]
+        columns = [[object_key(ns, h) for h in islice(chain, msg.start, None)] for _, ns in groups]
+        chunks = self.l1.prefix_length(zip(*columns, strict=True)) if groups else 0
+        if not chunks:
+            return m.Found(epoch=self.epoch, chunks=0)
+        keys: dict[int, list[bytes]] = {}
+        for (rank, _), column in zip(groups, columns, strict=True):
+            keys.setdefault(rank, []).extend(column[:chunks])
+        try:
+            shares = self.l1.pin(session.engine, msg.lease, session.id, msg.request, keys)
+        except KeyError:
+            raise Refused("lease_gone", f"lease {msg.lease}: given back before, or in use; take a new id") from None
+        self.metrics.hit_tokens.inc(chunks * self.config.chunk_size)
+        slots = []
+        for rank in range(engine.ranks):
+            flat = [word for entry in shares[rank] for word in (entry.offset, entry.generation)]
+            slots.append([flat[at : at + 2 * chunks] for at in range(0, len(flat), 2 * chunks)])
+        return m.Found(epoch=self.epoch, chunks=chunks, slots=slots)
+
+    def _read(self, msg: m.Read, _: object) -> tuple[m.Reply, Sequence[memoryview]]:
+        session = self._session(msg.session)
+        share = self.l1.read_share(session.engine, msg.lease, session.rank)
+        if not 0 <= msg.index < len(share):
+            raise Refused("lease_gone", f"lease {msg.lease}: rank {session.rank} holds {len(share)} objects, not number {msg.index}")
+        entry = share[msg.index]
+        if msg.offset < 0 or msg.length < 1 or msg.length > m.PIECE_BYTES or msg.offset + msg.length > entry.size:
+            raise Refused("bad_request", f"read of {msg.length} bytes at {msg.offset}: the object has {entry.size}")
+        start = entry.offset + msg.offset
+        self.metrics.read_bytes.inc(msg.length)
+        return m.Ok(), (self._view.data[start : start + msg.length],)
+
+    def _release(self, msg: m.Release, _: object) -> m.Reply:
+        session = self._session(msg.session)
+        for lease in msg.leases:
+            self.l1.release(session.engine, lease, session.rank if session.role == "worker" else None)
+        return m.Ok()
+
+    def _end_request(self, msg: m.EndRequest, _: object) -> m.Reply:
+        session = self._session(msg.session)
+        for request in msg.requests:
+            session.hashes.pop(request, None)
+            self.l1.drop_request(session.engine, request)
+        return m.Ok()
+
+    # ---- stores
+
+    def _reserve(self, msg: m.Reserve, _: object) -> m.Reply:
+        session = self._session(msg.session)
+        namespaces = self._engine(session).namespaces.get(session.rank)
+        if namespaces is None or len(namespaces) != len(msg.hashes):
+            have = "none" if namespaces is None else str(len(namespaces))
+            raise Refused("unregistered", f"reserve for {len(msg.hashes)} KV groups: rank {session.rank} registered {have}")
+        columns = [self._hashes(joined) for joined in msg.hashes]
+        wanted = [
+            (object_key(digest, chunk), ns.object_bytes)
+            for (digest, ns), column in zip(namespaces, columns, strict=True)
+            for chunk in column
+        ]
+        try:
+            slots = iter(self.l1.reserve(session.id, msg.lease, wanted, session.mapped))
+        except KeyError:
+            raise Refused("lease_gone", f"lease {msg.lease}: given back before, or in use; take a new id") from None
+        flat = [[word for slot in islice(slots, len(column)) for word in slot] for column in columns]
+        return m.Reserved(epoch=self.epoch, slots=flat)
+
+    def _write(self, msg: m.Write, payload: Sequence[memoryview]) -> m.Reply:
+        session = self._session(msg.session)
+        items = self._owned(session, msg.lease)
+        if not 0 <= msg.index < len(items) or len(payload) != 1:
+            raise Refused("bad_request", f"write to reservation {msg.index} with {len(payload)} payload frames: the lease holds {len(items)}")
+        item, data = items[msg.index], payload[0]
+        if msg.offset < 0 or msg.offset + len(data) > item.size:
+            raise Refused("bad_request", f"write of {len(data)} bytes at {msg.offset}: the reservation has {item.size}")
+        start = item.offset + msg.offset
+        self._view.data[start : start + len(data)] = data
+        self.metrics.written_bytes.inc(len(data))
+        return m.Ok()
+
+    def _commit(self, msg: m.Commit, _: object) -> m.Reply:
+        session = self._session(msg.session)
+        self._owned(session, msg.lease)
+        try:
+            count = self.l1.commit(session.id, msg.lease, msg.indexes)
+        except IndexError as exc:
+            raise Refused("bad_request", str(exc)) from None
+        self.metrics.stored_objects.inc(count)
+        return m.Ok(count=count)
+
+    def _abort(self, msg: m.Abort, _: object) -> m.Reply:
+        session = self._session(msg.session)
+        for lease in msg.leases:
+            self.l1.abort(session.id, lease)
+        return m.Ok()
+
+    # ---- tools
+
+    def _query(self, msg: m.Query, _: object) -> m.Reply:
+        chain = self._hashes(msg.hashes)
+        rows = []
+        for ns_digest, ns in self._known.items():
+            chunks = self.l1.prefix_length([object_key(ns_digest, h)] for h in chain)
+            rows.append(
+                m.Holding(
+                    model=ns.model, revision=ns.revision, dtype=ns.dtype, group=ns.group, groups=ns.groups,
+                    tp_rank=ns.tp_rank, tp_size=ns.tp_size, pp_rank=ns.pp_rank, pp_size=ns.pp_size,
+                    chunks=chunks, tier="L1",
+                )
+            )  # fmt: skip
+        return m.Holdings(chunk_size=self.config.chunk_size, rows=rows)
+
+    def _clear(self, msg: m.Clear, _: object) -> m.Reply:
+        return m.Ok(count=self.l1.clear())
+
+    def _status(self, msg: m.Status, _: object) -> m.Reply:
+        return m.State(fields=self.status())
+
+    def status(self) -> dict[str, object]:
+        """The server's state, as /status shows it."""
+        counters = self.l1.counters
+        return {
+            "version": self._version,
+            "protocol": [m.PROTOCOL_MIN, m.PROTOCOL],
+            "epoch": self.epoch,
+            "pid": os.getpid(),
+            "uptime_seconds": round(time.time() - self.started, 3),
+            "chunk_size": self.config.chunk_size,
+            "transfer_modes": ["engine_driven"],
+            "shared_memory": self.attach is not None,
+            "l1": self.l1.usage()
+            | {
+                "policy": self.config.eviction_policy,
+                "stored": counters.stored,
+                "evicted": counters.evicted,
+                "duplicates": counters.duplicates,
+                "aborted": counters.aborted,
+                "dropped_full": counters.dropped_full,
+            },
+            "requests": sum(len(s.hashes) for s in self.sessions.by_id.values()),
+            "sessions": [
+                {
+                    "role": s.role,
+                    "engine": s.engine,
+                    "rank": s.rank,
+                    "client": s.client,
+                    "path": "shared_memory" if s.mapped else "frames" if s.role == "worker" else "control",
+                    "silent_seconds": round(time.monotonic() - s.seen, 3),
+                }
+                for s in self.sessions.by_id.values()
+            ],
+        }
+
+    # ---- helpers
+
+    def drop_session(self, ident: str, dead: bool) -> None:
+        """Close a session and take back what it owns; ``dead``: its process is known to be gone."""
+        session = self.sessions.by_id.get(ident)
+        if session is None:
+            return
+        if not dead and session.mapped:
+            # It may only be stopped: its mapped writes stay its own until its process ends (see WriteLease).
+            self.l1.drop_session(ident, dead=False)
+            return
+        self.sessions.close(ident)
+        self.l1.drop_session(ident, dead=True)
+        if session.role == "worker":
+            self.l1.drop_rank(session.engine, session.rank)
+        logger.info("session of engine %s %s rank %d closed", session.engine or "-", session.role, session.rank)
+
+    def _session(self, ident: str) -> Session:
+        session = self.sessions.by_id.get(ident)
+        if session is None:
+            raise Refused("unknown_session", "session unknown: the server was restarted or the session expired; say hello again")
+        session.seen = time.monotonic()
+        return session
+
+    def _engine(self, session: Session) -> Engine:
+        engine = self.sessions.engines.get(session.engine)
+        if engine is None:
+            raise Refused("bad_request", "session belongs to no engine; say hello with an engine id")
+        return engine
+
+    def _owned(self, session: Session, lease: int) -> list[Any]:
+        try:
+            return self.l1.reserved(session.id, lease)
+        except KeyError:
+            raise Refused("lease_gone", f"write lease {lease}: not held (any more)") from None
+
+    def _hashes(self, joined: bytes) -> list[bytes]:
+        try:
+            return m.split_hashes(joined)
+        except ValueError as exc:
+            raise Refused("bad_request", str(exc)) from None

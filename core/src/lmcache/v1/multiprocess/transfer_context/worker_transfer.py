@@ -1,0 +1,295 @@
+"""Engine-driven transfer: the worker copies pages itself, into and out of the server's pool.
+
+Where the pool can be mapped, a store is reserve, copy, commit (two round trips) and a load is copy, release (none
+that is waited for). Where it cannot, the same messages carry the payload in frames. Which of the two is decided once
+per session and shows in the server's status.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from lmcache.errors import LMCacheError
+from lmcache.logging import init_logger, warn_once
+from lmcache.v1.multiprocess.client import CacheClient, ClientOptions
+from lmcache.v1.multiprocess.transfer_context.pages import KVGroupPages, PageRun, copy_pages
+from lmcache.v1.platform.base.device_spec import MPTransferMode
+from lmcache.v1.protocol import messages as m
+from lmcache.v1.storage.shm_pool import PoolView
+
+logger = init_logger(__name__)
+
+
+@dataclass(slots=True)
+class StoreItem:
+    """Chunks to store. ``blocks[group]`` are the engine's block ids for all of them, in order."""
+
+    chunk_size: int
+    hashes: list[bytes]
+    blocks: list[list[int]]
+
+
+@dataclass(slots=True)
+class LoadItem:
+    """Chunks to load under a read lease. ``slots[group]`` is flat (offset, generation) as the lookup gave it.
+
+    ``blocks[group]`` are the block ids of all chunks in order, of which the first ``skip_blocks[group]`` are not
+    written (the engine holds them already).
+    """
+
+    request: str
+    lease: int
+    epoch: str
+    slots: list[list[int]]
+    blocks: list[list[int]]
+    skip_blocks: list[int]
+
+
+@dataclass(slots=True)
+class TransferCounters:
+    """What this worker has moved since it started."""
+
+    stored_chunks: int = 0
+    stored_bytes: int = 0
+    loaded_chunks: int = 0
+    loaded_bytes: int = 0
+    failed_loads: int = 0
+    dropped_stores: int = 0
+
+
+class EngineDrivenTransferContext:
+    """Stores and loads pages of one worker.
+
+    Args:
+        address, engine, rank, ranks, options: see :class:`CacheClient`.
+        groups: the worker's KV groups, in the engine's order. The chunk size in their namespaces is the server's to
+            say; it is filled in whenever a session opens.
+        stores: False for a rank whose KV another rank stores (replicated KV such as MLA under tensor parallelism).
+    """
+
+    mode = MPTransferMode.ENGINE_DRIVEN
+
+    def __init__(
+        self,
+        address: str,
+        engine: str,
+        groups: Sequence[KVGroupPages],
+        rank: int = 0,
+        ranks: int = 1,
+        options: ClientOptions | None = None,
+        stores: bool = True,
+    ) -> None:
+        self.groups = list(groups)
+        self.counters = TransferCounters()
+        self._stores = stores
+        self.client = CacheClient(address, "worker", engine, rank, ranks, options, on_open=self._register)
+
+    def start(self, wait: float = 0.0) -> bool:
+        """Open the session in the background; wait at most ``wait`` seconds for it."""
+        return self.client.start(wait)
+
+    def close(self) -> None:
+        """Close the session. The engine's tensors may go away afterwards."""
+        self.client.close()
+
+    @property
+    def path(self) -> str:
+        """"shared_memory", "frames", or "down" while there is no session."""
+        if not self.client.up:
+            return "down"
+        return "shared_memory" if self._pool() is not None else "frames"
+
+    # ---- store
+
+    def store(self, items: Sequence[StoreItem]) -> int:
+        """Store chunks; those that the server holds already, or has no room for, are passed over.
+
+        Returns:
+            Number of objects (chunk x group) published. Never raises for what the server or the network does.
+        """
+        if not self._stores or not items or not self.client.up:
+            return 0
+        groups = self.groups
+        wanted = _wanted(groups, items)
+        if not any(wanted):
+            return 0
+        lease = self.client.new_lease()
+        try:
+            return self._store(groups, wanted, lease)
+        except LMCacheError as exc:
+            self.counters.dropped_stores += sum(len(w) for w in wanted)
+            warn_once(logger, f"store:{type(exc).__name__}", "store dropped: %s", exc)
+            self.client.post(m.Abort(session=self.client.session, leases=[lease]))
+            return 0
+
+    def _store(self, groups: Sequence[KVGroupPages], wanted: list[dict[bytes, list[int]]], lease: int) -> int:
+        session, pool = self.client.session, self._pool()
+        request = m.Reserve(session=session, lease=lease, hashes=[b"".join(w) for w in wanted])
+        reply, _ = self.client.call(request)
+        assert isinstance(reply, m.Reserved)
+        index = 0
+        for group, chunks, slots in zip(groups, wanted, reply.slots, strict=True):
+            jobs = []
+            for blocks, offset in zip(chunks.values(), slots[::2], strict=True):
+                if offset < 0:
+                    continue
+                if pool is not None:
+                    jobs.append((*_at(pool, offset, group), group.runs(blocks)))
+                else:
+                    self._write_frames(group, lease, index, group.runs(blocks))
+                index += 1
+            if jobs:
+                copy_pages(group, "store", jobs)
+            self.counters.stored_bytes += sum(o >= 0 for o in slots[::2]) * group.namespace.object_bytes
+        if not index:
+            self.client.post(m.Abort(session=session, leases=[lease]))
+            return 0
+        done, _ = self.client.call(m.Commit(session=session, lease=lease, indexes=list(range(index))))
+        assert isinstance(done, m.Ok)
+        self.counters.stored_chunks += done.count
+        return done.count
+
+    def _write_frames(self, group: KVGroupPages, lease: int, index: int, runs: list[PageRun]) -> None:
+        view, address = _buffer(group.namespace.object_bytes)
+        copy_pages(group, "store", [(address, view, runs)])
+        for offset in range(0, len(view), m.PIECE_BYTES):
+            piece = view[offset : offset + m.PIECE_BYTES]
+            message = m.Write(session=self.client.session, lease=lease, index=index, offset=offset)
+            self.client.call(message, len(piece), [piece])
+
+    # ---- load
+
+    def load(self, items: Sequence[LoadItem]) -> list[LoadItem]:
+        """Fill the engine's pages from the cache and release the leases.
+
+        Returns:
+            The items that failed; of such an item no page may be trusted. Never raises.
+        """
+        failed = []
+        for item in items:
+            try:
+                self._load(item)
+            except (LMCacheError, ValueError) as exc:
+                logger.warning("request %s: load failed, its tokens are to be recomputed: %s", item.request, exc)
+                self.counters.failed_loads += 1
+                failed.append(item)
+            self.client.post(m.Release(session=self.client.session, leases=[item.lease]))
+        return failed
+
+    def _load(self, item: LoadItem) -> None:
+        pool = self._pool()
+        if pool is not None and self.client.welcome is not None and self.client.welcome.epoch != item.epoch:
+            raise LMCacheError("the server was restarted since the lookup")
+        first = 0
+        for group, blocks, slots, skip in zip(self.groups, item.blocks, item.slots, item.skip_blocks, strict=True):
+            jobs, checks = [], []
+            per_chunk = group.namespace.blocks_per_chunk
+            for i in range(len(slots) // 2):
+                runs = group.runs(blocks[i * per_chunk : (i + 1) * per_chunk], min(per_chunk, max(0, skip - i * per_chunk)))
+                if not runs:
+                    continue
+                offset, generation = slots[2 * i : 2 * i + 2]
+                if pool is None:
+                    view, address = self._read_frames(group, item.lease, first + i)
+                    jobs.append((address, view, runs))
+                else:
+                    jobs.append((*_at(pool, offset, group), runs))
+                    checks.append((offset, generation))
+            if pool is not None:
+                _check(pool, checks)
+            copy_pages(group, "load", jobs)
+            if pool is not None:
+                _check(pool, checks)  # again: the bytes were the object's during the whole copy
+            first += len(slots) // 2
+            self.counters.loaded_chunks += len(jobs)
+            self.counters.loaded_bytes += len(jobs) * group.namespace.object_bytes
+
+    def _read_frames(self, group: KVGroupPages, lease: int, index: int) -> tuple[memoryview, int]:
+        view, address = _buffer(group.namespace.object_bytes)
+        for offset in range(0, len(view), m.PIECE_BYTES):
+            length = min(m.PIECE_BYTES, len(view) - offset)
+            message = m.Read(session=self.client.session, lease=lease, index=index, offset=offset, length=length)
+            _, frames = self.client.call(message, length)
+            if len(frames) != 1 or len(frames[0]) != length:
+                raise LMCacheError(f"read of {length} bytes: the reply carries {[len(f) for f in frames]}")
+            view[offset : offset + length] = frames[0]
+        return view, address
+
+    # ---- session
+
+    def _register(self, client: CacheClient) -> None:
+        mapped = client.attachment is not None and client.attachment.pool is not None
+        assert client.welcome is not None
+        chunk_size = client.welcome.chunk_size
+        self.groups = [
+            replace(group, namespace=msgspec.structs.replace(group.namespace, chunk_size=chunk_size))
+            for group in self.groups
+        ]
+        namespaces = [group.namespace for group in self.groups]
+        client.register(m.Register(session=client.session, namespaces=namespaces, mapped=mapped))
+
+    def _pool(self) -> PoolView | None:
+        attachment = self.client.attachment
+        return attachment.pool if attachment is not None else None
+
+
+class LMCacheDrivenTransferContext:
+    """The server moves device memory itself. Not built into this version: constructing it is an error."""
+
+    mode = MPTransferMode.LMCACHE_DRIVEN
+
+    def __init__(self, *_: object, **__: object) -> None:
+        raise ValueError(
+            "transfer mode lmcache_driven: required platform capability checks failed (no tensor IPC wrapper, event IPC"
+            " or cache context here); use engine_driven or auto"
+        )
+
+
+def create_transfer_context(mode: MPTransferMode | str, *args: object, **kwargs: object) -> EngineDrivenTransferContext:
+    """The transfer context for a mode; the other arguments are :class:`EngineDrivenTransferContext`'s.
+
+    Raises:
+        ConfigError: for an unknown mode. ValueError: for a mode that cannot be delivered here.
+    """
+    chosen = mode if isinstance(mode, MPTransferMode) else MPTransferMode.parse(mode)
+    if chosen is MPTransferMode.LMCACHE_DRIVEN:
+        LMCacheDrivenTransferContext()
+    return EngineDrivenTransferContext(*args, **kwargs)  # type: ignore[arg-type]
+
+
+def _wanted(groups: Sequence[KVGroupPages], items: Sequence[StoreItem]) -> list[dict[bytes, list[int]]]:
+    """Per group, chunk digest to block ids; a chunk with a null block is not wanted (its KV is not there)."""
+    wanted: list[dict[bytes, list[int]]] = [{} for _ in groups]
+    for item in items:
+        for group, blocks, into in zip(groups, item.blocks, wanted, strict=True):
+            if item.chunk_size != group.namespace.chunk_size:
+                continue  # planned before the server came back with another chunk size
+            per_chunk = group.namespace.blocks_per_chunk
+            for i, chunk in enumerate(item.hashes):
+                mine = blocks[i * per_chunk : (i + 1) * per_chunk]
+                if len(mine) == per_chunk and group.null_block not in mine:
+                    into[chunk] = mine
+    return wanted
+
+
+def _at(pool: PoolView, offset: int, group: KVGroupPages) -> tuple[int, memoryview]:
+    size = group.namespace.object_bytes
+    if offset < 0 or offset + size > pool.data_bytes:
+        raise LMCacheError(f"slot at {offset} with {size} bytes: outside the pool of {pool.data_bytes}")
+    return pool.address + offset, pool.data[offset : offset + size]
+
+
+def _check(pool: PoolView, checks: Sequence[tuple[int, int]]) -> None:
+    for offset, generation in checks:
+        if pool.generation(offset) != generation:
+            raise LMCacheError("the server took the object back (its lease ended)")
+
+
+def _buffer(size: int) -> tuple[memoryview, int]:
+    raw = bytearray(size)
+    return memoryview(raw), ctypes.addressof(ctypes.c_char.from_buffer(raw))
+

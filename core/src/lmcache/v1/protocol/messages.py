@@ -1,0 +1,258 @@
+"""The wire protocol: msgpack maps, one struct per message, a tag field ``op``.
+
+Frames of a request: [id: 8 bytes, little-endian, 0 = no reply wanted] [message] [payload]*; of a reply: the same,
+with the request's id. Unknown fields are ignored, so a field may be added within a protocol version; a new
+message or a changed meaning raises :data:`PROTOCOL`. Every request with an id gets its reply or an :class:`Error`.
+Nothing on the wire is executable: no pickle, no names to import.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from lmcache.v1.keys import DIGEST_BYTES, Namespace
+
+PROTOCOL = 1
+PROTOCOL_MIN = 1
+MAX_FRAME_BYTES = 64 << 20
+PIECE_BYTES = 8 << 20
+"""Payload of objects travels in pieces of at most this size."""
+
+Role: TypeAlias = Literal["scheduler", "worker", "tool"]
+
+
+class Message(msgspec.Struct, tag_field="op", kw_only=True):
+    """Base of all messages."""
+
+
+class Hello(Message, tag="hello"):
+    """Open a session. ``engine`` joins the scheduler and the workers of one engine; ``ranks`` is their number."""
+
+    protocol_min: int
+    protocol_max: int
+    role: Role
+    engine: str = ""
+    rank: int = 0
+    ranks: int = 1
+    client: str = ""
+
+
+class Bye(Message, tag="bye"):
+    """Close a session; everything it owns is given back."""
+
+    session: str
+
+
+class Ping(Message, tag="ping"):
+    """Keep a session alive, and learn whether the server still knows it."""
+
+    session: str = ""
+
+
+class Register(Message, tag="register"):
+    """A worker names the layouts of its KV groups, in group order. Lookups hit only once all ranks did."""
+
+    session: str
+    namespaces: list[Namespace]
+    mapped: bool
+    """True if this worker copies through its own mapping of the pool."""
+
+
+class Lookup(Message, tag="lookup"):
+    """How many chunks from ``start`` on are stored for every rank and group? They are pinned under ``lease``.
+
+    ``hashes`` are the 32-byte chunk digests, joined, from chunk ``known`` on; the first ``known`` were sent before
+    for the same request in this session.
+    """
+
+    session: str
+    request: str
+    lease: int
+    hashes: bytes
+    known: int = 0
+    start: int = 0
+
+
+class Reserve(Message, tag="reserve"):
+    """Room for new objects: joined chunk digests per KV group, in group order."""
+
+    session: str
+    lease: int
+    hashes: list[bytes]
+
+
+class Write(Message, tag="write"):
+    """In-frame store: the payload frame goes to ``offset`` within reservation ``index``."""
+
+    session: str
+    lease: int
+    index: int
+    offset: int = 0
+
+
+class Commit(Message, tag="commit"):
+    """Publish the reservations at ``indexes``; the lease's others are freed."""
+
+    session: str
+    lease: int
+    indexes: list[int]
+
+
+class Abort(Message, tag="abort"):
+    """Give write leases back unpublished. No reply is needed; unknown ids are remembered and refused later."""
+
+    session: str
+    leases: list[int]
+
+
+class Read(Message, tag="read"):
+    """In-frame load: ``length`` bytes from ``offset`` of the ``index``-th object of this rank's share."""
+
+    session: str
+    lease: int
+    index: int
+    offset: int
+    length: int
+
+
+class Release(Message, tag="release"):
+    """Give read leases back: this worker's share, or from the scheduler all shares. No reply is needed."""
+
+    session: str
+    leases: list[int]
+
+
+class EndRequest(Message, tag="end_request"):
+    """The engine is done with these requests: their read leases and hashes are dropped. No reply is needed."""
+
+    session: str
+    requests: list[str]
+
+
+class Query(Message, tag="query"):
+    """How much of a chain of chunks is stored, per namespace? Pins and touches nothing."""
+
+    hashes: bytes
+
+
+class Status(Message, tag="status"):
+    """The server's state as a map."""
+
+
+class Clear(Message, tag="clear"):
+    """Drop every object that is not pinned."""
+
+
+Request: TypeAlias = (
+    Hello | Bye | Ping | Register | Lookup | Reserve | Write | Commit | Abort | Read | Release | EndRequest | Query | Status | Clear
+)
+
+
+class Attach(msgspec.Struct, kw_only=True):
+    """Where a client on the same host asks for the pool's descriptor."""
+
+    socket: str
+    """Unix socket; a leading ``@`` stands for the abstract namespace."""
+    host: str
+    """Boot id of the server's host: a client elsewhere need not try."""
+    data_bytes: int
+
+
+class Welcome(Message, tag="welcome"):
+    """Answer to Hello. ``epoch`` is new at each start of the server; ``session`` is a secret of this client."""
+
+    protocol: int
+    epoch: str
+    session: str
+    chunk_size: int
+    version: str
+    attach: Attach | None = None
+
+
+class Pong(Message, tag="pong"):
+    """Answer to Ping. ``known`` is false when the session has to be opened again."""
+
+    epoch: str
+    known: bool
+    chunk_size: int
+    version: str
+
+
+class Ok(Message, tag="ok"):
+    """Done; ``count`` says how many where that means something."""
+
+    count: int = 0
+
+
+class Found(Message, tag="found"):
+    """Answer to Lookup: ``chunks`` are stored from the start asked for.
+
+    ``slots[rank][group]`` is flat: offset and generation of each chunk's object in the pool.
+    """
+
+    epoch: str
+    chunks: int
+    slots: list[list[list[int]]] = []
+
+
+class Reserved(Message, tag="reserved"):
+    """Answer to Reserve: flat offset and generation per wanted object; offset -1: stored already, -2: no room."""
+
+    epoch: str
+    slots: list[list[int]]
+
+
+class Holding(msgspec.Struct, kw_only=True):
+    """One namespace's answer to Query."""
+
+    model: str
+    revision: str
+    dtype: str
+    group: int
+    groups: int
+    tp_rank: int
+    tp_size: int
+    pp_rank: int
+    pp_size: int
+    chunks: int
+    tier: str
+
+
+class Holdings(Message, tag="holdings"):
+    """Answer to Query."""
+
+    chunk_size: int
+    rows: list[Holding]
+
+
+class State(Message, tag="state"):
+    """Answer to Status."""
+
+    fields: dict[str, object]
+
+
+class Error(Message, tag="error"):
+    """The request failed. ``code`` is for programs, ``message`` is one line for people."""
+
+    code: str
+    message: str
+
+
+Reply: TypeAlias = Welcome | Pong | Ok | Found | Reserved | Holdings | State | Error
+
+request_decoder = msgspec.msgpack.Decoder(Request)
+reply_decoder = msgspec.msgpack.Decoder(Reply)
+encode = msgspec.msgpack.Encoder().encode
+
+
+def split_hashes(joined: bytes) -> list[bytes]:
+    """Joined digests as a list.
+
+    Raises:
+        ValueError: if the length is not a multiple of a digest's.
+    """
+    if len(joined) % DIGEST_BYTES:
+        raise ValueError(f"chunk digests of {len(joined)} bytes: expected a multiple of {DIGEST_BYTES}")
+    return [joined[i : i + DIGEST_BYTES] for i in range(0, len(joined), DIGEST_BYTES)]

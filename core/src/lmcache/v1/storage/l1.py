@@ -1,0 +1,253 @@
+"""L1: the index over the shared-memory pool, with LRU eviction on the allocation path and owned leases.
+
+Invariants (held by ``tests/unit/test_l1.py``):
+
+* an object is found only after its commit, and never before its bytes are complete;
+* memory under a pin or a write lease is never evicted, freed or given to anybody else;
+* the generation word of freed memory is 0 before the memory can be given out again.
+
+Not thread-safe: the server holds one lock around it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from lmcache.v1.memory.range_allocator import RangeAllocator
+from lmcache.v1.storage.leases import Entry, ReadLease, Reservation, Tombstones, WriteLease
+from lmcache.v1.storage.shm_pool import PAGE, PoolView, new_generation
+
+EXISTS = -1
+FULL = -2
+
+
+@dataclass(slots=True)
+class L1Counters:
+    """Running totals since the server started."""
+
+    stored: int = 0
+    duplicates: int = 0
+    evicted: int = 0
+    dropped_full: int = 0
+    aborted: int = 0
+
+
+class L1Cache:
+    """Objects by key in a pool.
+
+    Args:
+        view: the server's mapping of the pool.
+        watermark: usage, as a fraction of the capacity, above which a reservation first evicts.
+        evict_ratio: fraction of the capacity that such an eviction frees at once, least recently used first.
+            Policy "noop" is a watermark of None: nothing is evicted and a full pool drops what is new.
+    """
+
+    def __init__(self, view: PoolView, watermark: float | None = 0.95, evict_ratio: float = 0.05) -> None:
+        self._view = view
+        self._allocator = RangeAllocator(view.data_bytes, PAGE)
+        self._index: OrderedDict[bytes, Entry] = OrderedDict()  # least recently used first
+        self._reads: dict[tuple[str, int], ReadLease] = {}
+        self._writes: dict[tuple[str, int], WriteLease] = {}
+        self._gone = Tombstones()
+        self._watermark = watermark
+        self._evict_ratio = evict_ratio
+        self.counters = L1Counters()
+
+    # ---- reading
+
+    def prefix_length(self, key_rows: Iterable[Sequence[bytes]]) -> int:
+        """Number of leading rows all of whose keys are published (a row: one chunk's keys, over ranks and groups)."""
+        index, n = self._index, 0
+        for row in key_rows:
+            for key in row:
+                if key not in index:
+                    return n
+            n += 1
+        return n
+
+    def pin(self, owner: str, lease: int, session: str, request: str, keys: dict[int, list[bytes]]) -> dict[int, list[Entry]]:
+        """Pin published ``keys[rank]`` for ``request`` under the client's lease id and mark them as just used.
+
+        Raises:
+            KeyError: if the lease was given back already, or its id is in use.
+        """
+        if (owner, lease) in self._gone or (owner, lease) in self._reads:
+            raise KeyError(lease)
+        index = self._index
+        shares = {rank: [index[key] for key in rank_keys] for rank, rank_keys in keys.items()}
+        for entries in shares.values():
+            for entry in reversed(entries):  # the last chunk of a prefix is the first to go
+                entry.pins += 1
+                index.move_to_end(entry.key)
+        self._reads[owner, lease] = ReadLease(session, request, {rank: list(entries) for rank, entries in shares.items()})
+        return shares
+
+    def read_share(self, owner: str, lease: int, rank: int) -> list[Entry]:
+        """What ``rank`` holds under a read lease, in the order of the lookup; empty if it holds nothing."""
+        found = self._reads.get((owner, lease))
+        return found.shares.get(rank, []) if found else []
+
+    def release(self, owner: str, lease: int, rank: int | None = None) -> None:
+        """Give back a rank's share of a read lease (None: all shares). Harmless if it is not there (any more)."""
+        found = self._reads.get((owner, lease))
+        if found is None:
+            if rank is None:
+                self._gone.add(owner, lease)
+            return
+        for r in list(found.shares) if rank is None else [rank]:
+            for entry in found.shares.pop(r, ()):
+                entry.pins -= 1
+        if not found.shares:
+            del self._reads[owner, lease]
+            self._gone.add(owner, lease)
+
+    # ---- writing
+
+    def reserve(self, session: str, lease: int, wanted: Sequence[tuple[bytes, int]], mapped: bool) -> list[tuple[int, int]]:
+        """Reserve memory for ``(key, size)`` pairs; per pair ``(offset, generation)``, or (EXISTS, 0) or (FULL, 0).
+
+        Raises:
+            KeyError: if the lease was given back already, or its id is in use.
+        """
+        if (session, lease) in self._gone or (session, lease) in self._writes:
+            raise KeyError(lease)
+        slots: list[tuple[int, int]] = []
+        items: list[Reservation] = []
+        for key, size in wanted:
+            if key in self._index:
+                self._index.move_to_end(key)
+                slots.append((EXISTS, 0))
+                continue
+            offset = self._allocate(size)
+            if offset is None:
+                self.counters.dropped_full += 1
+                slots.append((FULL, 0))
+                continue
+            item = Reservation(key, offset, size, new_generation())
+            self._view.generations[offset // PAGE] = item.generation
+            items.append(item)
+            slots.append((offset, item.generation))
+        self._writes[session, lease] = WriteLease(session, items, mapped)
+        return slots
+
+    def reserved(self, session: str, lease: int) -> list[Reservation]:
+        """The reservations of a write lease, in order.
+
+        Raises:
+            KeyError: if there is no such lease.
+        """
+        return self._writes[session, lease].items
+
+    def commit(self, session: str, lease: int, indexes: Sequence[int]) -> int:
+        """Publish the reservations at ``indexes`` of the lease, free the others, end the lease; return how many.
+
+        Raises:
+            KeyError: if there is no such lease. IndexError: for an index that it does not hold; nothing changes.
+        """
+        items = self._writes[session, lease].items
+        wanted = set(indexes)
+        if wanted and not 0 <= min(wanted) <= max(wanted) < len(items):
+            raise IndexError(f"commit of reservations {sorted(wanted)}: the lease holds {len(items)}")
+        del self._writes[session, lease]
+        self._gone.add(session, lease)
+        published = 0
+        for i, item in reversed(list(enumerate(items))):  # later chunks of a prefix are the first to go
+            if i not in wanted:
+                self.counters.aborted += 1
+                self._free(item.offset)
+            elif item.key in self._index:
+                self.counters.duplicates += 1
+                self._free(item.offset)
+            else:
+                self._index[item.key] = Entry(item.key, item.offset, item.size, item.generation)
+                published += 1
+        self.counters.stored += published
+        return published
+
+    def abort(self, session: str, lease: int) -> None:
+        """Free a write lease's memory unpublished. Harmless if it is not there (any more)."""
+        found = self._writes.pop((session, lease), None)
+        self._gone.add(session, lease)
+        for item in found.items if found else ():
+            self.counters.aborted += 1
+            self._free(item.offset)
+
+    # ---- owners
+
+    def drop_session(self, session: str, dead: bool) -> None:
+        """Take back what a session owns. ``dead``: its process is known to be gone, so its mapped writes end too."""
+        for owner_lease in [k for k, v in self._reads.items() if v.session == session]:
+            self.release(*owner_lease)
+        for owner_lease in [k for k, v in self._writes.items() if v.session == session and (dead or not v.mapped)]:
+            self.abort(*owner_lease)
+
+    def drop_rank(self, owner: str, rank: int) -> None:
+        """Release the shares of a rank that died."""
+        for found_owner, lease in [k for k, v in self._reads.items() if k[0] == owner and rank in v.shares]:
+            self.release(found_owner, lease, rank)
+
+    def drop_request(self, owner: str, request: str) -> None:
+        """Release every read lease of a request that ended."""
+        for owner_lease in [k for k, v in self._reads.items() if k[0] == owner and v.request == request]:
+            self.release(*owner_lease)
+
+    # ---- memory
+
+    def clear(self) -> int:
+        """Drop every object that is not pinned; return how many."""
+        victims = [entry for entry in self._index.values() if not entry.pins]
+        for entry in victims:
+            self._evict(entry)
+        return len(victims)
+
+    def usage(self) -> dict[str, int]:
+        """Bytes and counts for status and metrics."""
+        return {
+            "capacity_bytes": self._allocator.capacity,
+            "used_bytes": self._allocator.used,
+            "objects": len(self._index),
+            "pinned_objects": sum(1 for entry in self._index.values() if entry.pins),
+            "read_leases": len(self._reads),
+            "write_leases": len(self._writes),
+            "reserved_bytes": sum(self._allocator.rounded(i.size) for w in self._writes.values() for i in w.items),
+        }
+
+    def _allocate(self, size: int) -> int | None:
+        need = self._allocator.rounded(size)
+        capacity = self._allocator.capacity
+        if self._watermark is not None and need <= capacity:
+            if self._allocator.used + need > self._watermark * capacity:
+                self._evict_until_used(capacity * (self._watermark - self._evict_ratio) - need)
+        offset = self._allocator.allocate(size)
+        if offset is not None or self._watermark is None or need > capacity:
+            return offset
+        for entry in list(self._index.values()):  # fragmented: go on until a range is long enough
+            if entry.pins:
+                continue
+            self._evict(entry)
+            if self._allocator.largest_free >= need:
+                return self._allocator.allocate(size)
+        return None
+
+    def _evict_until_used(self, target: float) -> None:
+        victims = []
+        freed = 0
+        for entry in self._index.values():
+            if self._allocator.used - freed <= target:
+                break
+            if not entry.pins:
+                victims.append(entry)
+                freed += self._allocator.rounded(entry.size)
+        for entry in victims:
+            self._evict(entry)
+
+    def _evict(self, entry: Entry) -> None:
+        del self._index[entry.key]
+        self._free(entry.offset)
+        self.counters.evicted += 1
+
+    def _free(self, offset: int) -> None:
+        self._view.generations[offset // PAGE] = 0
+        self._allocator.free(offset)

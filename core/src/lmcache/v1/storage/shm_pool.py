@@ -1,0 +1,197 @@
+"""The L1 pool: one shared-memory segment, reserved in full, whose bytes other processes may map.
+
+Layout of the segment: a table of 64-bit generation words, one per 4 KiB page of the data area, then the data
+area. The word of an object's first page holds the object's generation while the object lives and 0 afterwards.
+A reader that checks the word before and after its copy can thus tell that the bytes were the object's all along
+(a sequence lock, as in Linux' ``seqlock_t``), even if the server meanwhile took the memory back or died.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import secrets
+import threading
+from pathlib import Path
+
+from lmcache.errors import StartupError
+from lmcache.logging import init_logger
+
+logger = init_logger(__name__)
+
+PAGE = 4096
+_WORD = 8
+_RESERVE_STEP = 256 << 20
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
+_SHM_DIR = Path("/dev/shm")
+_PREFIX = "lmcache_l1_"
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+def table_bytes(data_bytes: int) -> int:
+    """Bytes of the generation table of a pool with ``data_bytes`` of data, in whole pages."""
+    return (data_bytes // PAGE * _WORD + PAGE - 1) & -PAGE
+
+
+class PoolView:
+    """One process's mapping of a pool: ``data`` (writable bytes) and ``generations`` (64-bit words)."""
+
+    def __init__(self, fd: int, data_bytes: int) -> None:
+        self.data_bytes = data_bytes
+        head = table_bytes(data_bytes)
+        self._map = mmap.mmap(fd, head + data_bytes, mmap.MAP_SHARED)
+        whole = memoryview(self._map)
+        self.generations = whole[: data_bytes // PAGE * _WORD].cast("Q")
+        self.data = whole[head : head + data_bytes]
+        self._whole = whole
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(whole)) + head
+
+    def generation(self, offset: int) -> int:
+        return int(self.generations[offset // PAGE])
+
+    def prefault(self) -> None:
+        """Fill this process's page tables, so that the first copy pays no page faults. Releases the GIL."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        start, total = self.address - table_bytes(self.data_bytes), len(self._whole)
+        for at in range(0, total, _RESERVE_STEP):
+            if libc.madvise(start + at, min(_RESERVE_STEP, total - at), _MADV_POPULATE_WRITE):
+                logger.debug("prefault stopped: %s", os.strerror(ctypes.get_errno()))
+                return
+
+
+class ShmPool:
+    """Creates, reserves and owns the segment.
+
+    Args:
+        data_bytes: size of the data area; rounded down to whole pages.
+        name: None for an anonymous memfd; else a segment ``/dev/shm/lmcache_l1_<name>`` of mode 0600.
+        stop: reserving gives up once this is set.
+
+    Raises:
+        StartupError: if the memory cannot be had; the text says how much is needed and how much is available.
+    """
+
+    def __init__(self, data_bytes: int, name: str | None = None, stop: threading.Event | None = None) -> None:
+        data_bytes -= data_bytes % PAGE
+        self.total_bytes = table_bytes(data_bytes) + data_bytes
+        self.path: Path | None = _SHM_DIR / f"{_PREFIX}{name}" if name else None
+        _check_available(self.total_bytes, self.path)
+        self.fd = self._open()
+        try:
+            _reserve(self.fd, self.total_bytes, stop)
+            if self.path is None:
+                # A client that could shrink the file would make every other process die of SIGBUS.
+                fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+            self.view = PoolView(self.fd, data_bytes)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def kind(self) -> str:
+        return "named" if self.path else "memfd"
+
+    def _open(self) -> int:
+        if self.path is None:
+            try:
+                return os.memfd_create("lmcache-l1", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            except OSError as exc:
+                self.path = _SHM_DIR / f"{_PREFIX}auto_{secrets.token_hex(8)}"
+                logger.warning("memfd_create failed (%s): L1 becomes the named segment %s", exc.strerror, self.path)
+        try:
+            fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except FileExistsError:
+            raise StartupError(
+                f"shared-memory segment {self.path}: expected a free name, a live server holds it; choose another --shm-name"
+            ) from None
+        # The lock is the sign of life: the kernel drops it with the process, and a sweeper that gets it knows.
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        if os.fstat(fd).st_nlink == 0:  # a sweeper came between open and lock
+            os.close(fd)
+            return self._open()
+        return fd
+
+    def close(self) -> None:
+        """Remove the name, if any, and close the descriptor. Mappings elsewhere stay valid until unmapped."""
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def new_generation() -> int:
+    """A generation no other object has and no payload is likely to hold: 63 random bits, never 0."""
+    return secrets.randbits(63) | 1
+
+
+def sweep_stale_segments() -> list[Path]:
+    """Unlink named segments whose server is dead (nobody holds their lock); return their paths."""
+    swept = []
+    for path in sorted(_SHM_DIR.glob(f"{_PREFIX}*")):
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            continue  # another user's, or gone meanwhile: not ours to judge
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink(missing_ok=True)
+            swept.append(path)
+        except OSError as exc:
+            if exc.errno not in (errno.EWOULDBLOCK, errno.EACCES, errno.EPERM):
+                raise
+        finally:
+            os.close(fd)
+    return swept
+
+
+def _reserve(fd: int, total: int, stop: threading.Event | None) -> None:
+    os.ftruncate(fd, total)
+    for at in range(0, total, _RESERVE_STEP):  # in steps, so that a signal is heard between them
+        if stop is not None and stop.is_set():
+            raise StartupError("stopped by a signal while reserving L1")
+        try:
+            os.posix_fallocate(fd, at, min(_RESERVE_STEP, total - at))
+        except OSError as exc:
+            raise StartupError(
+                f"L1 pool: reserving {_gib(total)} failed after {_gib(at)} ({exc.strerror}); lower --l1-size-gb or free memory"
+            ) from None
+
+
+def _check_available(need: int, path: Path | None) -> None:
+    limits = {"memory": available_memory()}
+    if path is not None:
+        stat = os.statvfs(_SHM_DIR)
+        limits[str(_SHM_DIR)] = stat.f_bavail * stat.f_frsize
+    for what, have in limits.items():
+        if need > have:
+            raise StartupError(
+                f"L1 pool: {_gib(need)} needed, {_gib(have)} available in {what}; lower --l1-size-gb or free {what}"
+            )
+
+
+def available_memory() -> int:
+    """Bytes this process could still take: /proc's MemAvailable, or less where a cgroup limits it."""
+    available = 0
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    for limit_file, usage_file in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            limit, usage = Path(limit_file).read_text().strip(), Path(usage_file).read_text().strip()
+        except OSError:
+            continue  # no such cgroup version here
+        if limit.isdigit():
+            available = min(available, max(0, int(limit) - int(usage)))
+    return available
+
+
+def _gib(n: int) -> str:
+    return f"{n / (1 << 30):.2f} GiB"
