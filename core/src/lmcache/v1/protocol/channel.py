@@ -126,7 +126,7 @@ class Channel:
             socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_MS)
             socket.setsockopt(zmq.RECONNECT_IVL, 100)
             socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-            socket.setsockopt(zmq.IPV6, 1)
+            socket.setsockopt(zmq.IPV6, "[" in self.address)
             socket.setsockopt(zmq.MAXMSGSIZE, m.MAX_FRAME_BYTES)
             socket.connect(self.address)
             self._socket = socket

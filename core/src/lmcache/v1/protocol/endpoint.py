@@ -29,7 +29,10 @@ def endpoint(host: str, port: int | str | None = None) -> str:
     given = parse_port(port) if port not in (None, "") else None
     if in_host and given and in_host != given:
         raise ConfigError(f"server address {host!r} and port {port}: they name two ports; give one")
-    name = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    # ZeroMQ tries one address only, and "localhost" may resolve to ::1 first, where no server listens by default.
+    name = "127.0.0.1" if parts.hostname == "localhost" else parts.hostname
+    if ":" in name:
+        name = f"[{name}]"
     return f"tcp://{name}:{in_host or given or DEFAULT_PORT}"
 
 

@@ -1,0 +1,1 @@
+"""Engines. The only place that knows one."""

@@ -1,0 +1,1 @@
+"""vLLM (v1 KV connector interface, tested with 0.32)."""

@@ -1,0 +1,160 @@
+"""What a vLLM engine's KV is: model, weights, layout, topology; and where its pages lie."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+from lmcache.errors import ConfigError
+from lmcache.v1.keys import Namespace, digest
+from lmcache.v1.kv_layout import PagedLayout, describe_declared
+from lmcache.v1.multiprocess.transfer_context.pages import KVGroupPages
+from lmcache.v1.utils.weights import weights_fingerprint
+
+_SUPPORTED_SPECS = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec")
+_NULL_BLOCK = 0  # vLLM's block pool keeps the first block as the null block
+
+
+def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Refuse what would be cached wrongly.
+
+    Raises:
+        ConfigError: one line that names the feature and the remedy.
+    """
+    parallel = vllm_config.parallel_config
+    for what in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, what, 1) > 1:
+            raise ConfigError(f"{what}={getattr(parallel, what)}: KV spread over context-parallel ranks is not cached; set it to 1")
+    for group in kv_cache_config.kv_cache_groups:
+        for spec in _layer_specs(group.kv_cache_spec):
+            kind = type(spec).__name__
+            if kind not in _SUPPORTED_SPECS or getattr(spec, "tokens_per_state", 1) != 1:
+                raise ConfigError(
+                    f"KV cache group of {kind} ({group.layer_names[0]}, …): this connector caches"
+                    f" {', '.join(_SUPPORTED_SPECS)} only; run this model without it"
+                )
+        if getattr(group, "is_eagle_group", False):
+            raise ConfigError("speculative decoding with a draft model's KV: not cached; run without the connector or without the draft model")
+
+
+def _layer_specs(spec: Any) -> list[Any]:
+    """The specs of a group's layers: several where a group mixes sizes of one type."""
+    inner = getattr(spec, "kv_cache_specs", None)
+    return list(inner.values()) if isinstance(inner, dict) else [spec]
+
+
+def model_revision(vllm_config: Any, given: str) -> str:
+    """Identity of the weights: what the user says, else the local folder's content, else the hub's commit."""
+    if given:
+        return f"given:{given}"
+    model = vllm_config.model_config
+    folder = Path(model.model)
+    if folder.exists():
+        return f"local:{weights_fingerprint(folder)}"
+    return f"hub:{_hub_commit(model.model, model.revision) or model.revision or 'main'}"
+
+
+def _hub_commit(repo: str, revision: str | None) -> str:
+    """The commit that the local hub cache holds for ``revision``; empty if it cannot be told."""
+    cache = Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface")) / "hub")
+    ref = cache.expanduser() / f"models--{repo.replace('/', '--')}" / "refs" / (revision or "main")
+    return ref.read_text().strip() if ref.is_file() else ""
+
+
+def lora_identity(lora_request: Any) -> str:
+    """Name, path and content of an adapter; empty without one."""
+    if lora_request is None:
+        return ""
+    path = Path(lora_request.lora_path) if lora_request.lora_path else None
+    content = weights_fingerprint(path) if path is not None and path.exists() else ""
+    return digest("lora", [lora_request.lora_name, lora_request.lora_path, content]).hex()
+
+
+def _model_extra(vllm_config: Any) -> dict[str, str]:
+    """Settings that change KV values without changing its layout."""
+    import vllm
+
+    model = vllm_config.model_config
+    hf = model.hf_config.to_dict() if hasattr(model.hf_config, "to_dict") else {}
+    return {
+        "vllm": str(vllm.__version__),  # pages are opaque: what is inside may change with the release
+        "model_dtype": str(model.dtype),
+        "quantization": str(model.quantization),
+        "load_format": str(vllm_config.load_config.load_format),
+        "hf_config": digest("hf_config", json.dumps(hf, sort_keys=True, default=str)).hex(),
+        "draft": str(getattr(vllm_config.speculative_config, "method", "")),
+    }
+
+
+def describe_groups(
+    vllm_config: Any, kv_cache_config: Any, kv_caches: dict[str, Any], revision: str, rank: int
+) -> list[KVGroupPages]:
+    """The worker's KV groups as pages, in vLLM's group order.
+
+    Args:
+        kv_caches: layer name to cache tensor, as vLLM registers them.
+        rank: this worker's rank among tensor- and pipeline-parallel workers.
+
+    Raises:
+        LayoutError: if a page is not one contiguous run of bytes, or layers of a group differ.
+    """
+    parallel = vllm_config.parallel_config
+    order = kv_cache_config.kv_cache_layout or "LBHNC"
+    replicas = max(1, kv_cache_config.kv_tp_replicas)
+    tp = parallel.tensor_parallel_size
+    extra = _model_extra(vllm_config)
+    groups = []
+    for index, group in enumerate(kv_cache_config.kv_cache_groups):
+        spec = _layer_specs(group.kv_cache_spec)[0]
+        tensors = [kv_caches[name] for name in group.layer_names]
+        mla = type(spec).__name__.startswith("MLA")
+        pages = []
+        for tensor in tensors:
+            page = describe_declared(order, tensor, mla=mla, opaque=True)
+            # A kernel may use smaller blocks than the block manager: then one managed block is several of them.
+            pages.append(page.grouped(page.num_blocks // kv_cache_config.num_blocks))
+        layout = PagedLayout.of(pages, tensors[0].dtype, packing=_packing(vllm_config, group.layer_names[0]))
+        namespace = Namespace(
+            model=vllm_config.model_config.model,
+            revision=revision,
+            engine="vllm",
+            format=layout.format,
+            dtype=layout.dtype,
+            block_size=spec.block_size,
+            chunk_size=spec.block_size,  # the server's to say: see EngineDrivenTransferContext
+            kv_heads=layout.num_kv_heads,
+            head_size=layout.head_size,
+            page_bytes=layout.page_bytes,
+            packing=layout.packing,
+            layers=tuple(group.layer_names),
+            group=index,
+            groups=len(kv_cache_config.kv_cache_groups),
+            tp_rank=rank % tp // replicas,
+            tp_size=tp,
+            pp_rank=rank // tp,
+            pp_size=parallel.pipeline_parallel_size,
+            extra=extra | {"order": order, "split": str(layout.split), "kv_dtype": str(vllm_config.cache_config.cache_dtype)},
+        )
+        groups.append(
+            KVGroupPages(
+                namespace=namespace,
+                num_blocks=kv_cache_config.num_blocks,
+                addresses=[t.data_ptr() for t in tensors],
+                strides=[p.page_stride_bytes for p in pages],
+                null_block=_NULL_BLOCK,
+                device=tensors[0].device.type,
+                tensors=tensors,
+            )
+        )
+    return groups
+
+
+def _packing(vllm_config: Any, layer_name: str) -> str:
+    """How the attention backend orders bytes inside a page, as far as it says: backend, instruction set, machine."""
+    layer = vllm_config.compilation_config.static_forward_context.get(layer_name)
+    backend = layer.get_attn_backend().get_name() if hasattr(layer, "get_attn_backend") else "unknown"
+    parts = ["vllm", backend, getattr(layer, "isa", ""), platform.machine()]
+    return "-".join(p for p in parts if p).lower()

@@ -1,0 +1,305 @@
+"""Scheduler side: which tokens are cached, what to load, what to store. Knows no tensors.
+
+One :class:`Tracked` per request lives from the first lookup until the request is finished. A lookup pins what it
+finds; the pins end when the load is done (the worker releases them), when the load is not wanted after all, or with
+the request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lmcache.errors import LMCacheError
+from lmcache.logging import init_logger
+from lmcache.v1.keys import MediaItem, Scope, chunk_hashes
+from lmcache.v1.multiprocess.client import CacheClient
+from lmcache.v1.multiprocess.transfer_context.worker_transfer import LoadItem, StoreItem
+from lmcache.v1.protocol import messages as m
+from lmcache.v1.protocol.channel import RequestFailed
+
+logger = init_logger(__name__)
+
+TAG_PREFIX = "lmcache.tag."
+SKIP_SAVE = "lmcache.skip_save"
+MAX_OFFLOAD = "lmcache.max_offload_tokens"
+
+
+@dataclass(slots=True)
+class Hit:
+    """What a lookup found: ``chunks`` from chunk ``start`` on, pinned under ``lease``."""
+
+    computed: int
+    start: int
+    chunks: int
+    lease: int
+    found: m.Found
+
+
+@dataclass(slots=True)
+class Tracked:
+    """One request."""
+
+    request: Any
+    chunk_size: int
+    scope: Scope
+    media: tuple[MediaItem, ...]
+    cacheable: bool
+    store_limit: int | None
+    """Store no token from this index on; None: no limit of the user's."""
+    hashes: list[bytes] = field(default_factory=list)
+    session: str = ""
+    sent: int = 0
+    """Digests that the server holds for this request in session ``session``."""
+    hit: Hit | None = None
+    stored: int = 0
+    """Chunks that need no store: found on the server, or stored by us."""
+    bypass: bool = False
+    """A load of this request failed: it is not looked up again."""
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """What the workers shall do in one step, number ``step``.
+
+    ``loads`` come with the slots of all ranks. A worker whose load failed in step ``clean_from`` or later stores
+    nothing: the plan was made before the scheduler knew, and may name blocks computed from what was not loaded.
+    """
+
+    step: int
+    clean_from: int
+    loads: list[tuple[LoadItem, list[list[list[int]]]]] = field(default_factory=list)
+    stores: list[StoreItem] = field(default_factory=list)
+
+
+class SchedulerSide:
+    """Plans loads and stores for one engine.
+
+    Args:
+        client: a session of role "scheduler".
+        block_sizes: tokens per block of each KV group.
+        ranks: number of workers. With several, a load may fail on one and succeed on the others, so nothing is
+            stored until all have confirmed the loads that went before.
+        loads, stores: whether this engine may do either (vLLM's kv_role).
+        save_decode: whether chunks that hold generated tokens are stored too.
+        lora_identity: maps a request's adapter to text that changes with it.
+    """
+
+    def __init__(
+        self,
+        client: CacheClient,
+        block_sizes: Sequence[int],
+        *,
+        ranks: int = 1,
+        loads: bool = True,
+        stores: bool = True,
+        save_decode: bool = False,
+        lora_identity: Any = lambda lora: "" if lora is None else str(lora),
+    ) -> None:
+        self.client = client
+        self._block_sizes = list(block_sizes)
+        self._loads = loads
+        self._stores = stores
+        self._save_decode = save_decode
+        self._lora_identity = lora_identity
+        self._tracked: dict[str, Tracked] = {}
+        self._ranks = ranks
+        self._plan = StepPlan(step=1, clean_from=0)
+        self._unconfirmed = 0
+        """Last step that loads and that not all ranks have confirmed; 0: none."""
+
+    # ---- lookup
+
+    def matched_tokens(self, request: Any, computed: int) -> int:
+        """Tokens beyond the first ``computed`` whose KV the cache holds. Safe to ask any number of times."""
+        if not self._loads or request.skip_reading_prefix_cache:
+            return 0
+        tracked = self._track(request)
+        if tracked is None or not tracked.cacheable or tracked.bypass or not self.client.up:
+            return 0
+        if tracked.hit is None or tracked.hit.computed != computed or tracked.session != self.client.session:
+            self._drop_hit(tracked)
+            self._lookup(tracked, computed)
+        hit = tracked.hit
+        if hit is None:
+            return 0
+        # At least one token has to be computed, or there is nothing to sample from.
+        return max(0, min((hit.start + hit.chunks) * tracked.chunk_size, request.num_tokens - 1) - computed)
+
+    def _lookup(self, tracked: Tracked, computed: int) -> None:
+        self._hash(tracked, tracked.request.num_tokens)
+        start = computed // tracked.chunk_size
+        tracked.stored = start
+        if len(tracked.hashes) <= start:
+            return
+        try:
+            found, lease = self._ask(tracked, start)
+        except LMCacheError as exc:
+            logger.debug("request %s: lookup failed: %s", tracked.request.request_id, exc)
+            return
+        if found.chunks:
+            tracked.hit = Hit(computed, start, found.chunks, lease, found)
+            tracked.stored = start + found.chunks
+
+    def _ask(self, tracked: Tracked, start: int) -> tuple[m.Found, int]:
+        if tracked.session != self.client.session:
+            tracked.session, tracked.sent = self.client.session, 0
+        lease = self.client.new_lease()
+        message = m.Lookup(
+            session=tracked.session,
+            request=tracked.request.request_id,
+            lease=lease,
+            hashes=b"".join(tracked.hashes[tracked.sent :]),
+            known=tracked.sent,
+            start=start,
+        )
+        try:
+            found, _ = self.client.call(message)
+        except RequestFailed as exc:
+            if exc.code == "unknown_request":
+                tracked.sent = 0
+            raise
+        assert isinstance(found, m.Found)
+        tracked.sent = len(tracked.hashes)
+        return found, lease
+
+    def _drop_hit(self, tracked: Tracked) -> None:
+        if tracked.hit is not None:
+            self.client.post(m.Release(session=self.client.session, leases=[tracked.hit.lease]))
+            tracked.hit = None
+
+    # ---- plan
+
+    def allocated(self, request: Any, blocks: tuple[list[int], ...], external: int) -> None:
+        """vLLM allocated ``blocks`` (per group) for a request that will take ``external`` tokens from the cache."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None or tracked.hit is None:
+            return
+        if external <= 0:
+            self._drop_hit(tracked)
+            return
+        hit, tracked.hit = tracked.hit, None
+        first, last = hit.start * tracked.chunk_size, (hit.start + hit.chunks) * tracked.chunk_size
+        item = LoadItem(
+            request=request.request_id,
+            lease=hit.lease,
+            epoch=hit.found.epoch,
+            slots=[],
+            blocks=[list(ids[first // bs : last // bs]) for ids, bs in zip(blocks, self._block_sizes, strict=True)],
+            skip_blocks=[(hit.computed - first) // bs for bs in self._block_sizes],
+        )
+        self._plan.loads.append((item, hit.found.slots))
+
+    def scheduled(self, request_id: str, computed: int, new_tokens: int, blocks: tuple[list[int], ...]) -> None:
+        """A request runs ``new_tokens`` after its first ``computed`` ones in this step: plan what to store."""
+        tracked = self._tracked.get(request_id)
+        if tracked is None or not tracked.cacheable or not self._stores or not self.client.up:
+            return
+        if self._ranks > 1 and (self._unconfirmed or self._plan.loads):
+            return
+        size = tracked.chunk_size
+        if computed + 1 < tracked.stored * size:
+            # After a failed load vLLM goes back; what was counted as stored from there on may not have been.
+            # (One token less is no failure but a full hit, whose last token is computed again.)
+            tracked.stored = computed // size
+        request = tracked.request
+        # Scheduled tokens may be guesses of a draft model; only those of the prompt, and those computed in
+        # earlier steps, are sure.
+        sure = min(computed + new_tokens, request.num_prompt_tokens)
+        if self._save_decode:
+            sure = max(sure, computed)
+        if tracked.store_limit is not None:
+            sure = min(sure, tracked.store_limit)
+        end = sure // size
+        if end <= tracked.stored:
+            return
+        self._hash(tracked, sure)
+        begin, tracked.stored = tracked.stored, end
+        self._plan.stores.append(
+            StoreItem(
+                chunk_size=size,
+                hashes=tracked.hashes[begin:end],
+                blocks=[
+                    list(ids[begin * size // bs : end * size // bs])
+                    for ids, bs in zip(blocks, self._block_sizes, strict=True)
+                ],
+            )
+        )
+
+    def take_plan(self) -> StepPlan:
+        """The step's plan; a new one begins."""
+        plan = self._plan
+        self._plan = StepPlan(step=plan.step + 1, clean_from=plan.clean_from)
+        if plan.loads:
+            self._unconfirmed = plan.step
+        return plan
+
+    def confirmed(self, step: int) -> None:
+        """All ranks have done the loads of ``step``."""
+        if step >= self._unconfirmed:
+            self._unconfirmed = 0
+
+    # ---- ends
+
+    def failed(self, request_ids: Iterable[str]) -> None:
+        """Loads failed, those of ``request_ids`` as a whole: these are recomputed and not looked up again."""
+        self._plan.clean_from = self._plan.step
+        for ident in request_ids:
+            tracked = self._tracked.get(ident)
+            if tracked is not None:
+                tracked.bypass = True
+                tracked.stored = 0
+
+    def finished(self, request_id: str) -> None:
+        """A request ended, in whatever way: give back all it holds."""
+        tracked = self._tracked.pop(request_id, None)
+        if tracked is not None and tracked.session and tracked.session == self.client.session:
+            self.client.post(m.EndRequest(session=tracked.session, requests=[request_id]))
+
+    # ---- helpers
+
+    def _track(self, request: Any) -> Tracked | None:
+        known = self._tracked.get(request.request_id)
+        chunk_size = self.client.welcome.chunk_size if self.client.welcome is not None else 0
+        if known is not None and known.chunk_size == chunk_size:
+            return known
+        if not chunk_size:
+            return None  # the server was never seen: its chunk size is not known
+        params = request.kv_transfer_params or {}
+        scope = Scope(
+            chunk_size=chunk_size,
+            lora=self._lora_identity(request.lora_request),
+            salt=request.cache_salt or "",
+            tags=_tags(params),
+        )
+        limit = params.get(MAX_OFFLOAD)
+        tracked = Tracked(
+            request=request,
+            chunk_size=chunk_size,
+            scope=scope,
+            media=_media(request.mm_features),
+            cacheable=request.prompt_token_ids is not None and request.prompt_embeds is None,
+            store_limit=0 if params.get(SKIP_SAVE) else int(limit) if limit is not None else None,
+        )
+        self._tracked[request.request_id] = tracked
+        return tracked
+
+    def _hash(self, tracked: Tracked, tokens: int) -> None:
+        size = tracked.chunk_size
+        if tokens // size > len(tracked.hashes):
+            ids = tracked.request.all_token_ids[: tokens - tokens % size]
+            tracked.hashes = chunk_hashes(ids, tracked.scope, media=tracked.media, known=tracked.hashes)
+
+    @property
+    def tracked_requests(self) -> int:
+        """Number of requests that are being followed."""
+        return len(self._tracked)
+
+
+def _tags(params: Mapping[str, Any]) -> dict[str, str]:
+    return {k.removeprefix(TAG_PREFIX): str(v) for k, v in params.items() if k.startswith(TAG_PREFIX)}
+
+
+def _media(features: Sequence[Any] | None) -> tuple[MediaItem, ...]:
+    return tuple(MediaItem(f.mm_position.offset, f.mm_position.length, f.identifier) for f in features or ())

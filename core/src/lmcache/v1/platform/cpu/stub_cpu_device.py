@@ -1,0 +1,158 @@
+"""A stand-in for ``torch.<device>`` on hosts without an accelerator.
+
+It has the part of a torch device module that device-neutral code uses. Work on the CPU is done when a call
+returns, so streams are empty, events are complete, and waiting is a no-op. ``is_available()`` is False:
+code that wants an accelerator must not mistake this for one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["STUB_CPU_DEVICE", "StubCPUDevice", "StubDeviceProperties", "StubEvent", "StubStream"]
+
+_UUID = "00000000-0000-0000-0000-000000000000"
+_IPC_HANDLE = b"lmcache-stub-cpu-event"
+
+
+@dataclass(frozen=True)
+class StubDeviceProperties:
+    """Properties of the stub; zero memory, because the host's memory is not a device's to give."""
+
+    name: str = "StubCPU"
+    uuid: str = _UUID
+    total_memory: int = 0
+    major: int = 0
+    minor: int = 0
+    multi_processor_count: int = 0
+
+
+class StubEvent:
+    """An event that is complete as soon as it is recorded."""
+
+    def __init__(
+        self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
+    ) -> None:
+        self._timed = enable_timing
+        self._at = 0.0
+
+    def record(self, stream: Any = None) -> None:
+        self._at = time.perf_counter()
+
+    def wait(self, stream: Any = None) -> None:
+        return None
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        return None
+
+    def elapsed_time(self, end_event: StubEvent) -> float:
+        """Milliseconds from this event's record to the other's; both need ``enable_timing``."""
+        if not (self._timed and end_event._timed):
+            raise ValueError("elapsed_time needs two events made with enable_timing=True")
+        return (end_event._at - self._at) * 1e3
+
+    def ipc_handle(self) -> bytes:
+        """Constant bytes: nothing is pending, so there is nothing to name."""
+        return _IPC_HANDLE
+
+    @classmethod
+    def from_ipc_handle(cls, device: Any, handle: bytes) -> StubEvent:
+        if handle != _IPC_HANDLE:
+            raise ValueError(f"not an event handle of the CPU stub: {handle[:32]!r}")
+        return cls(interprocess=True)
+
+
+class StubStream:
+    """A stream that never holds work. Answers as a torch stream and as an external one (``ptr``)."""
+
+    cuda_stream: int = 0
+    ptr: int = 0
+
+    def __init__(self, device: Any = "cpu", priority: int = 0, **_: Any) -> None:
+        self.device = device
+        self.priority = priority
+
+    def synchronize(self) -> None:
+        return None
+
+    def query(self) -> bool:
+        return True
+
+    def wait_event(self, event: Any) -> None:
+        return None
+
+    def wait_stream(self, stream: Any) -> None:
+        return None
+
+    def record_event(self, event: Any = None) -> Any:
+        event = StubEvent() if event is None else event
+        event.record(self)
+        return event
+
+    def launch_host_func(self, callback: Callable[[Any], Any], arg: Any = None) -> None:
+        """Call ``callback(arg)`` at once: all earlier work is done."""
+        callback(arg)
+
+
+class StubCPUDevice:
+    """Surface of ``torch.cuda`` and its like, on a host that has none of them."""
+
+    Event = StubEvent
+    Stream = StubStream
+
+    def __init__(self, device: str = "cpu") -> None:
+        self._device = device
+        self._stream = StubStream(device)
+
+    def is_available(self) -> bool:
+        return False
+
+    def device_count(self) -> int:
+        return 1
+
+    def current_device(self) -> int:
+        return 0
+
+    def init(self) -> None:
+        return None
+
+    def set_device(self, device: Any) -> None:
+        return None
+
+    def synchronize(self, device: Any = None) -> None:
+        return None
+
+    def empty_cache(self) -> None:
+        return None
+
+    def device(self, device: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def stream(self, stream: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def set_stream(self, stream: Any) -> None:
+        return None
+
+    def current_stream(self, device: Any = None) -> StubStream:
+        return self._stream
+
+    def default_stream(self, device: Any = None) -> StubStream:
+        return self._stream
+
+    def get_device_properties(self, device: Any = None) -> StubDeviceProperties:
+        return StubDeviceProperties()
+
+    def __repr__(self) -> str:
+        return f"StubCPUDevice({self._device!r})"
+
+
+#: The instance the whole process shares.
+STUB_CPU_DEVICE = StubCPUDevice()

