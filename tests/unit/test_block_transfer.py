@@ -308,6 +308,10 @@ def test_an_object_of_another_shape_or_dtype_is_refused() -> None:
     for bad in (good[:, :2], good[..., :-1], good[:, :, :1], good.half(), good.flatten()):
         with pytest.raises(LayoutError, match="object 0 is"):
             transfer(13, case, build(13, case), [bad], [0], D2H, 6)
+    first = good.clone()
+    with pytest.raises(LayoutError, match="object 1 is"):
+        transfer(13, case, build(13, case), [good, good.half()], [0, 1, 2, 3], D2H, 6)
+    assert same([good], [first])  # the good object before the bad one was not touched
     with pytest.raises(TypeError, match="expected tensors, got int"):
         transfer(13, case, build(13, case), [good.data_ptr()], [0], D2H, 6)
 

@@ -1,45 +1,117 @@
 """Entry point of the ``lmcache`` command.
 
-Exit codes: 0 ok, 1 failure, 2 usage, 3 cannot start. What a user can cause is one line on standard error; a
-traceback means a fault of ours.
+Exit codes: 0 done, 1 failed, 2 wrong usage, 3 cannot start. What a user can cause is one line on standard
+error; a traceback means a fault of ours. A verb is imported when it runs, so ``--help`` costs nothing.
 """
 
 from __future__ import annotations
 
-import argparse
+import difflib
 import importlib
+import importlib.util
+import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
+from lmcache.cli.args import Parser, UsageError
+from lmcache.cli.output import write
 from lmcache.errors import LMCacheError
 
-VERBS = ("server",)
+VERBS = {
+    "server": ("server", "run the cache server"),
+    "ping": ("ping", "time a round trip to a running server"),
+    "describe": ("describe", "show a running server's settings, its fill and who is connected"),
+    "query kvcache": ("query_kvcache", "say how many tokens of a prompt a running server holds, and where"),
+    "query engine": ("query_engine", "time one completion of an OpenAI-compatible engine"),
+    "demo": ("demo", "run a small model without and with cached KV, and compare"),
+    "version": ("version", "print the version"),
+}
+"""What is typed: the module below ``lmcache.cli.verbs``, and what ``--help`` says of it."""
 
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        print(f"{self.prog}: {message}; see {self.prog} --help", file=sys.stderr)
-        raise SystemExit(2)
+_PACKAGE = "lmcache.cli.verbs"
+_INTERRUPTED = 130  # what a shell reports for SIGINT
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
-    parser = _Parser(prog="lmcache", description="KV cache for LLM engines, kept outside the accelerator.")
-    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    for name in VERBS:
-        module = importlib.import_module(f"lmcache.cli.verbs.{name}")
-        sub = verbs.add_parser(name, help=module.HELP, description=module.HELP)
-        module.add(sub)
-        sub.set_defaults(run=module.run)
-    args = parser.parse_args(argv)
+    path: list[str] = []
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started us; libraries expect it to be there
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     try:
-        return int(args.run(args))
+        rest = _choose(path, sys.argv[1:] if argv is None else argv)
+        if " ".join(path) in VERBS:
+            return _run(path, rest)
+        write(_help(path))
+        return 0
     except LMCacheError as exc:
-        print(f"lmcache {args.verb}: {exc}", file=sys.stderr)
+        print(f"{_prog(path)}: {' '.join(str(exc).split())}", file=sys.stderr)
         return exc.exit_code
     except KeyboardInterrupt:
-        return 130
+        return _INTERRUPTED
+    except BrokenPipeError:  # whoever read our output has left; Python's own flush at exit must not complain
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _choose(path: list[str], argv: Sequence[str]) -> list[str]:
+    """Move the words that name a verb, or a group whose help is wanted, to ``path``; return the rest."""
+    rest = ["version", *argv[1:]] if argv[:1] == ["--version"] else list(argv)
+    while " ".join(path) not in VERBS:
+        choices = _next_words(path)
+        if not rest:
+            raise UsageError(f"no verb given: expected one of {', '.join(choices)}; see {_prog(path)} --help")
+        word = rest.pop(0)
+        if word in ("-h", "--help"):
+            break
+        if word not in choices:
+            close = difflib.get_close_matches(word, choices, 1)
+            hint = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(choices)};"
+            what = "flag" if word.startswith("-") else "verb"
+            raise UsageError(f"unknown {what} {word!r}: {hint} see {_prog(path)} --help")
+        path.append(word)
+    return rest
+
+
+def _prog(path: Sequence[str]) -> str:
+    return " ".join(("lmcache", *path))
+
+
+def _next_words(path: Sequence[str]) -> list[str]:
+    """The words that may follow ``path``, in the order of the table; only of verbs whose module is there."""
+    prefix = "".join(f"{word} " for word in path)
+    return list(dict.fromkeys(name[len(prefix) :].split()[0] for name in _known() if name.startswith(prefix)))
+
+
+def _known() -> list[str]:
+    return [name for name, (module, _) in VERBS.items() if importlib.util.find_spec(f"{_PACKAGE}.{module}")]
+
+
+def _help(path: Sequence[str]) -> str:
+    prefix = "".join(f"{word} " for word in path)
+    names = [name for name in _known() if name.startswith(prefix)]
+    width = max(map(len, names))
+    lines = [
+        f"usage: lmcache {prefix}VERB [FLAGS]",
+        "",
+        "KV cache for LLM engines, kept outside the engine.",
+        "",
+    ]
+    lines += [f"  {name:{width}}  {VERBS[name][1]}" for name in names]
+    lines += ["", "lmcache VERB --help lists a verb's flags; lmcache --version prints the version."]
+    lines += ["Exit codes: 0 done, 1 failed, 2 wrong usage, 3 the server cannot start."]
+    return "\n".join(lines)
+
+
+def _run(path: Sequence[str], argv: Sequence[str]) -> int:
+    module = importlib.import_module(f"{_PACKAGE}.{VERBS[' '.join(path)][0]}")
+    parser = Parser(prog=_prog(path), description=module.HELP)
+    module.add(parser)
+    try:
+        args = parser.parse(argv)
+    except SystemExit as exc:  # after --help
+        return exc.code if isinstance(exc.code, int) else 1
+    return int(module.run(args))
 
 
 if __name__ == "__main__":

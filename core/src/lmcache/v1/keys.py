@@ -7,9 +7,9 @@ An object's key has two halves, both BLAKE3 digests of typed, length-prefixed by
 * the *chunk*: the tokens up to the end of the chunk, chained per chunk, in a :class:`Scope` of LoRA adapter,
   salt and tags, together with the hashes of the media items that the chunk's placeholders stand for.
 
-BLAKE3's ``derive_key`` mode tags the domain; its keyed mode chains: a chunk's digest is the hash of its tokens
-under the digest before it as the key. (BLAKE3 paper, 2020, section 2: "modes".) Another implementation can
-reproduce all of it from ``tests/unit/golden_keys.json``.
+BLAKE3's ``derive_key`` mode tags the domain; its keyed mode chains: a chunk's digest is the hash of its
+tokens under the digest before it as the key. (BLAKE3 paper, 2020, section 2: "modes".) Another implementation
+can reproduce all of it from ``tests/unit/golden_keys.json``.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from blake3 import blake3
 DIGEST_BYTES = 32
 _CONTEXT = "lmcache 2026-11 {} v1"
 
-Canonical: TypeAlias = "None | bool | int | str | bytes | Sequence[Any] | Mapping[str, Any]"
+Canonical: TypeAlias = "bool | int | str | bytes | Sequence[Any] | Mapping[str, Any] | None"
 
 
 def canonical(value: Canonical) -> bytes:
     """Encode ``value`` so that different values never share an encoding.
 
     One tag byte, the payload's length as an unsigned 64-bit little-endian integer, the payload. Integers are
-    decimal ASCII, text is UTF-8, a mapping is its items sorted by key. Floats are refused: they have no one spelling.
+    decimal ASCII, text is UTF-8, a mapping is its items sorted by key. Floats are refused: they have no one
+    spelling.
 
     Raises:
         TypeError: for a type that has no canonical form.
@@ -52,7 +53,10 @@ def canonical(value: Canonical) -> bytes:
     elif isinstance(value, Sequence):
         tag, body = b"l", b"".join(canonical(item) for item in value)
     else:
-        raise TypeError(f"cache key field of type {type(value).__name__}: expected None, bool, int, str, bytes, list or dict")
+        raise TypeError(
+            f"cache key field of type {type(value).__name__}:"
+            " expected None, bool, int, str, bytes, list or dict"
+        )
     return tag + len(body).to_bytes(8, "little") + body
 
 
@@ -64,9 +68,9 @@ def digest(domain: str, value: Canonical) -> bytes:
 class Namespace(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that must agree before stored bytes mean the same KV (architecture section 5).
 
-    ``page_bytes`` holds, per layer in order, the bytes of one block's page. ``packing`` names the in-page packing
-    (for vLLM's CPU backend the instruction set that ordered K). ``extra`` carries whatever else an integration
-    knows to matter, such as quantisation or rope settings.
+    ``page_bytes`` holds, per layer in order, the bytes of one block's page. ``packing`` names the in-page
+    packing (for vLLM's CPU backend the instruction set that ordered K). ``extra`` carries whatever else an
+    integration knows to matter, such as quantisation or rope settings.
     """
 
     model: str
@@ -136,7 +140,9 @@ def pack_tokens(tokens: Sequence[int]) -> bytes:
 
 
 def _media_of_chunk(media: Iterable[MediaItem], start: int, end: int) -> bytes:
-    touching = [[m.offset - start, m.length, m.hash] for m in media if m.offset < end and m.offset + m.length > start]
+    touching = [
+        [m.offset - start, m.length, m.hash] for m in media if m.offset < end and m.offset + m.length > start
+    ]
     return canonical(touching) if touching else b""
 
 

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
+
+from lmcache.cli.args import add_format, integer, number
+from lmcache.cli.output import emit
 
 HELP = "run the cache server"
 
+_TYPES = {int: integer, float: number}
+
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Flags, with the defaults of :class:`ServerConfig`."""
+    """Declare the flags, whose defaults are those of ``ServerConfig``."""
     from lmcache.v1.multiprocess.server.config import FLAGS
 
     for name, kind, text in FLAGS:
-        parser.add_argument(f"--{name}", type=kind, help=text)
+        parser.add_argument(f"--{name}", type=_TYPES.get(kind, kind), help=text)
+    add_format(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    """Serve until SIGTERM or SIGINT; the one thing printed says where, once everything is ready."""
     from lmcache.v1.multiprocess.server.app import run_server
     from lmcache.v1.multiprocess.server.config import FLAGS, ServerConfig
 
     given = {name.replace("-", "_"): getattr(args, name.replace("-", "_")) for name, _, _ in FLAGS}
     config = ServerConfig(**{k: v for k, v in given.items() if v is not None})
-    run_server(config, lambda line: print(line, flush=True))
+    run_server(config, lambda ready: emit(args.format, asdict(ready), str(ready)))
     return 0

@@ -1,8 +1,8 @@
 """Scheduler side: which tokens are cached, what to load, what to store. Knows no tensors.
 
-One :class:`Tracked` per request lives from the first lookup until the request is finished. A lookup pins what it
-finds; the pins end when the load is done (the worker releases them), when the load is not wanted after all, or with
-the request.
+One :class:`Tracked` per request lives from the first lookup until the request is finished. A lookup pins what
+it finds; the pins end when the load is done (the worker releases them), when the load is not wanted after
+all, or with the request.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lmcache.errors import LMCacheError
-from lmcache.logging import init_logger
+from lmcache.logging import init_logger, warn_once
 from lmcache.v1.keys import MediaItem, Scope, chunk_hashes
 from lmcache.v1.multiprocess.client import CacheClient
 from lmcache.v1.multiprocess.transfer_context.worker_transfer import LoadItem, StoreItem
 from lmcache.v1.protocol import messages as m
-from lmcache.v1.protocol.channel import RequestFailed
+from lmcache.v1.protocol.channel import RequestFailed, expect
 
 logger = init_logger(__name__)
 
@@ -63,8 +63,9 @@ class Tracked:
 class StepPlan:
     """What the workers shall do in one step, number ``step``.
 
-    ``loads`` come with the slots of all ranks. A worker whose load failed in step ``clean_from`` or later stores
-    nothing: the plan was made before the scheduler knew, and may name blocks computed from what was not loaded.
+    ``loads`` come with the slots of all ranks. A worker whose load failed in step ``clean_from`` or later
+    stores nothing: the plan was made before the scheduler knew, and may name blocks computed from what was
+    not loaded.
     """
 
     step: int
@@ -79,7 +80,8 @@ class SchedulerSide:
     Args:
         client: a session of role "scheduler".
         block_sizes: tokens per block of each KV group.
-        ranks: number of workers. With several, a load may fail on one and succeed on the others, so nothing is
+        ranks: number of workers. With several, a load may fail on one and succeed on the others, so nothing
+        is
             stored until all have confirmed the loads that went before.
         loads, stores: whether this engine may do either (vLLM's kv_role).
         save_decode: whether chunks that hold generated tokens are stored too.
@@ -113,10 +115,10 @@ class SchedulerSide:
 
     def matched_tokens(self, request: Any, computed: int) -> int:
         """Tokens beyond the first ``computed`` whose KV the cache holds. Safe to ask any number of times."""
-        if not self._loads or request.skip_reading_prefix_cache:
-            return 0
         tracked = self._track(request)
         if tracked is None or not tracked.cacheable or tracked.bypass or not self.client.up:
+            return 0
+        if not self._loads or request.skip_reading_prefix_cache:
             return 0
         if tracked.hit is None or tracked.hit.computed != computed or tracked.session != self.client.session:
             self._drop_hit(tracked)
@@ -125,7 +127,8 @@ class SchedulerSide:
         if hit is None:
             return 0
         # At least one token has to be computed, or there is nothing to sample from.
-        return max(0, min((hit.start + hit.chunks) * tracked.chunk_size, request.num_tokens - 1) - computed)
+        end = min((hit.start + hit.chunks) * tracked.chunk_size, int(request.num_tokens) - 1)
+        return max(0, end - computed)
 
     def _lookup(self, tracked: Tracked, computed: int) -> None:
         self._hash(tracked, tracked.request.num_tokens)
@@ -155,24 +158,23 @@ class SchedulerSide:
             start=start,
         )
         try:
-            found, _ = self.client.call(message)
+            found = expect(m.Found, self.client.call(message)[0])
         except RequestFailed as exc:
             if exc.code == "unknown_request":
                 tracked.sent = 0
             raise
-        assert isinstance(found, m.Found)
         tracked.sent = len(tracked.hashes)
         return found, lease
 
     def _drop_hit(self, tracked: Tracked) -> None:
         if tracked.hit is not None:
-            self.client.post(m.Release(session=self.client.session, leases=[tracked.hit.lease]))
+            self.client.post(m.Release(session=tracked.session, leases=[tracked.hit.lease]))
             tracked.hit = None
 
     # ---- plan
 
     def allocated(self, request: Any, blocks: tuple[list[int], ...], external: int) -> None:
-        """vLLM allocated ``blocks`` (per group) for a request that will take ``external`` tokens from the cache."""
+        """vLLM allocated ``blocks`` (per group) for a request that takes ``external`` tokens from here."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.hit is None:
             return
@@ -186,23 +188,29 @@ class SchedulerSide:
             lease=hit.lease,
             epoch=hit.found.epoch,
             slots=[],
-            blocks=[list(ids[first // bs : last // bs]) for ids, bs in zip(blocks, self._block_sizes, strict=True)],
+            blocks=[
+                list(ids[first // bs : last // bs]) for ids, bs in zip(blocks, self._block_sizes, strict=True)
+            ],
             skip_blocks=[(hit.computed - first) // bs for bs in self._block_sizes],
         )
         self._plan.loads.append((item, hit.found.slots))
 
-    def scheduled(self, request_id: str, computed: int, new_tokens: int, blocks: tuple[list[int], ...]) -> None:
-        """A request runs ``new_tokens`` after its first ``computed`` ones in this step: plan what to store."""
+    def scheduled(
+        self, request_id: str, computed: int, new_tokens: int, blocks: tuple[list[int], ...]
+    ) -> None:
+        """In this step a request runs ``new_tokens`` after its first ``computed``: plan what to store."""
         tracked = self._tracked.get(request_id)
-        if tracked is None or not tracked.cacheable or not self._stores or not self.client.up:
-            return
-        if self._ranks > 1 and (self._unconfirmed or self._plan.loads):
+        if tracked is None:
             return
         size = tracked.chunk_size
         if computed + 1 < tracked.stored * size:
             # After a failed load vLLM goes back; what was counted as stored from there on may not have been.
             # (One token less is no failure but a full hit, whose last token is computed again.)
             tracked.stored = computed // size
+        if not tracked.cacheable or not self._stores or not self.client.up:
+            return
+        if self._ranks > 1 and (self._unconfirmed or self._plan.loads):
+            return
         request = tracked.request
         # Scheduled tokens may be guesses of a draft model; only those of the prompt, and those computed in
         # earlier steps, are sure.
@@ -267,20 +275,22 @@ class SchedulerSide:
         if not chunk_size:
             return None  # the server was never seen: its chunk size is not known
         params = request.kv_transfer_params or {}
-        scope = Scope(
-            chunk_size=chunk_size,
-            lora=self._lora_identity(request.lora_request),
-            salt=request.cache_salt or "",
-            tags=_tags(params),
-        )
-        limit = params.get(MAX_OFFLOAD)
+        cacheable = request.prompt_token_ids is not None and request.prompt_embeds is None
+        lora = ""
+        try:
+            lora = self._lora_identity(request.lora_request)
+        except OSError as exc:
+            warn_once(
+                logger, f"lora:{exc}", "requests with adapter %s run uncached: %s", request.lora_request, exc
+            )
+            cacheable = False
         tracked = Tracked(
             request=request,
             chunk_size=chunk_size,
-            scope=scope,
+            scope=Scope(chunk_size=chunk_size, lora=lora, salt=request.cache_salt or "", tags=_tags(params)),
             media=_media(request.mm_features),
-            cacheable=request.prompt_token_ids is not None and request.prompt_embeds is None,
-            store_limit=0 if params.get(SKIP_SAVE) else int(limit) if limit is not None else None,
+            cacheable=cacheable,
+            store_limit=_store_limit(params),
         )
         self._tracked[request.request_id] = tracked
         return tracked
@@ -299,6 +309,20 @@ class SchedulerSide:
 
 def _tags(params: Mapping[str, Any]) -> dict[str, str]:
     return {k.removeprefix(TAG_PREFIX): str(v) for k, v in params.items() if k.startswith(TAG_PREFIX)}
+
+
+def _store_limit(params: Mapping[str, Any]) -> int | None:
+    limit = 0 if params.get(SKIP_SAVE) else params.get(MAX_OFFLOAD)
+    if limit is None or (isinstance(limit, int) and limit >= 0):
+        return limit
+    warn_once(
+        logger,
+        MAX_OFFLOAD,
+        "%s=%r: expected a number of tokens; nothing of such requests is stored",
+        MAX_OFFLOAD,
+        limit,
+    )
+    return 0  # whoever sets a limit wants no more than that stored
 
 
 def _media(features: Sequence[Any] | None) -> tuple[MediaItem, ...]:

@@ -38,6 +38,12 @@ def _seconds(key: str, value: Any) -> float:
     return number
 
 
+def _rate(key: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1e6:
+        raise ConfigError(f"{key}={value!r}: expected a positive number of MB per second")
+    return float(value)
+
+
 def _flag(key: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise ConfigError(f"{key}={value!r}: expected true or false (a JSON boolean)")
@@ -56,6 +62,7 @@ _KEYS: dict[str, Callable[[str, Any], Any]] = {
     "mp_transfer_mode": _text,
     "mq_timeout": _seconds,
     "heartbeat_interval": _seconds,
+    "min_mb_per_second": _rate,
     "shm": _shm,
     "save_decode_cache": _flag,
     "model_revision": _text,
@@ -109,6 +116,7 @@ def read_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
     options = ClientOptions(
         control_timeout=values.get("mq_timeout", ClientOptions().control_timeout),
         heartbeat_interval=values.get("heartbeat_interval", ClientOptions().heartbeat_interval),
+        data_bytes_per_second=values.get("min_mb_per_second", ClientOptions().data_bytes_per_second / 1e6) * 1e6,
         shm=values.get("shm", "auto"),
     )
     return ConnectorSettings(

@@ -41,7 +41,7 @@ class WorkerSide:
         if failed:
             self._failed_step = plan.step
             self._result.failed.update(item.request for item in failed)
-            self._result.bad_blocks.update(block for item in failed for block in _targets(item))
+            self._result.bad_blocks.update(block for item in failed for block in self._targets(item))
 
     def store(self, plan: StepPlan) -> None:
         """Do the plan's stores; they are complete on return."""
@@ -53,6 +53,11 @@ class WorkerSide:
         result, self._result = self._result, StepResult()
         return result
 
-
-def _targets(item: LoadItem) -> list[int]:
-    return [block for blocks, skip in zip(item.blocks, item.skip_blocks, strict=True) for block in blocks[skip:]]
+    def _targets(self, item: LoadItem) -> list[int]:
+        """The blocks that a load fills. Never the null block, which other requests have, too."""
+        return [
+            block
+            for group, blocks, skip in zip(self.context.groups, item.blocks, item.skip_blocks, strict=True)
+            for block in blocks[skip:]
+            if block != group.null_block
+        ]

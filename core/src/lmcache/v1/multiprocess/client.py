@@ -1,19 +1,23 @@
 """A client's session with the server: liveness, circuit breaker, reconnection.
 
-A heartbeat thread with a socket of its own opens the session, keeps it alive and opens it again after the server
-came back. While it is not open every call fails at once, so a dead server costs its callers one time-out in all.
+A heartbeat thread with a socket of its own opens the session, keeps it alive and opens it again after the
+server came back. While it is not open every call fails at once, so a dead server costs its callers one
+time-out in all.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import secrets
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import suppress
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -22,11 +26,15 @@ from lmcache.errors import LMCacheError
 from lmcache.logging import init_logger
 from lmcache.v1.multiprocess.attachment import Attachment, attach
 from lmcache.v1.protocol import messages as m
-from lmcache.v1.protocol.channel import Channel, RequestFailed, Unavailable
+from lmcache.v1.protocol.channel import Channel, RequestFailed, Unavailable, expect
 
 logger = init_logger(__name__)
 
 _LEASE_LIMIT = 1 << 62
+_GIFTS_KEPT = 1024
+
+Gift: TypeAlias = "m.Release | m.Abort | m.EndRequest"
+"""What gives something back. All are idempotent, so one that may be lost is sent again."""
 
 
 class ClientOptions(msgspec.Struct, kw_only=True, frozen=True):
@@ -49,7 +57,8 @@ class CacheClient:
     Args:
         address: ZeroMQ address of the server.
         role, engine, rank, ranks: see :class:`lmcache.v1.protocol.messages.Hello`.
-        on_open: called from the heartbeat thread with each new session before it counts as open, through which a
+        on_open: called from the heartbeat thread with each new session before it counts as open, through
+        which a
             worker registers. May raise :class:`LMCacheError`; then the session is tried again later.
     """
 
@@ -72,14 +81,18 @@ class CacheClient:
         self.reason = "not connected yet"
         """Why the session is not open; empty while it is."""
         self._hello = m.Hello(
-            protocol_min=m.PROTOCOL_MIN, protocol_max=m.PROTOCOL, role=role, engine=engine, rank=rank, ranks=ranks,
-            client=f"{socket.gethostname()}:{os.getpid()} lmcache {lmcache.__version__}",
+            protocol_min=m.PROTOCOL_MIN, protocol_max=m.PROTOCOL, role=role, engine=engine, rank=rank,
+            ranks=ranks, client=f"{socket.gethostname()}:{os.getpid()} lmcache {lmcache.__version__}",
         )  # fmt: skip
         self._on_open = on_open
         self._channel = Channel(address)
         self._beat = Channel(address)
         self._lease_ids = itertools.count(secrets.randbelow(_LEASE_LIMIT))
-        self._lost_leases: list[tuple[type[m.Abort] | type[m.Release], int]] = []
+        self._posted = 0
+        self._unsure: deque[tuple[int, Gift]] = deque(maxlen=_GIFTS_KEPT)
+        """Posted, with its number, and no reply has come since that would show that the server read it."""
+        self._owed: list[Gift] = []
+        """To be sent once the server answers again."""
         self._up = threading.Event()
         self._stop = threading.Event()
         self._wake = threading.Event()
@@ -102,9 +115,13 @@ class CacheClient:
         """Close the session and stop the thread."""
         self._stop.set()
         self._wake.set()
-        self._thread.join(self.options.control_timeout + 1)
-        if self.session:
-            self._beat.post(m.Bye(session=self.session))
+        if self._thread.is_alive():
+            self._thread.join(self.options.control_timeout + 1)
+        if self.up:
+            try:  # with a reply, or the message might be dropped with the socket
+                self._beat.call(m.Bye(session=self.session), self.options.control_timeout)
+            except LMCacheError as exc:
+                logger.debug("goodbye: %s", exc)
         self._up.clear()
         self._channel.close()
         self._beat.close()
@@ -115,21 +132,24 @@ class CacheClient:
         """A lease id that no other client's is likely to be."""
         return next(self._lease_ids) % _LEASE_LIMIT
 
-    def call(self, message: m.Request, nbytes: int = 0, payload: Sequence[Any] = ()) -> tuple[m.Reply, list[bytes]]:
+    def call(
+        self, message: m.Request, nbytes: int = 0, payload: Sequence[Any] = ()
+    ) -> tuple[m.Reply, list[bytes]]:
         """One round trip within its deadline.
 
         Args:
             nbytes: payload bytes in either direction; they lengthen the deadline.
 
         Raises:
-            Unavailable: if the session is not open, or the server did not answer; then the circuit breaker opens.
-            RequestFailed: if the server refused.
+            Unavailable: if the session is not open, or the server did not answer; then the circuit breaker
+            opens. RequestFailed: if the server refused.
         """
         if not self._up.is_set():
             raise Unavailable(f"{type(message).__name__}: {self.reason}")
         timeout = self.options.control_timeout + nbytes / self.options.data_bytes_per_second
+        posted = self._posted
         try:
-            return self._channel.call(message, timeout, payload)
+            answer = self._channel.call(message, timeout, payload)
         except Unavailable as exc:
             self._trip(str(exc), message)
             raise
@@ -137,20 +157,28 @@ class CacheClient:
             if exc.code == "unknown_session":
                 self._trip(str(exc), message)
             raise
+        with self._guard:
+            while self._unsure and self._unsure[0][0] <= posted:
+                self._unsure.popleft()
+        return answer
 
-    def post(self, message: m.Request) -> None:
-        """Send without waiting for anything; lost if the server is away."""
-        if self._up.is_set():
-            self._channel.post(message)
+    def post(self, message: Gift) -> None:
+        """Give something back without waiting; if the server is away, once it is back with this session."""
+        with self._guard:
+            if self._up.is_set() and self._channel.post(message):
+                self._posted += 1
+                self._unsure.append((self._posted, message))
+            elif message.session == self.session:
+                self._owed.append(message)
 
     # ---- liveness
 
     def _trip(self, reason: str, message: m.Request) -> None:
         with self._guard:
-            lease = getattr(message, "lease", None)
-            if lease is not None:
-                kind = m.Release if isinstance(message, m.Lookup | m.Read) else m.Abort
-                self._lost_leases.append((kind, lease))
+            if isinstance(message, m.Lookup | m.Read):
+                self._owed.append(m.Release(session=message.session, leases=[message.lease]))
+            elif isinstance(message, m.Reserve | m.Write | m.Commit):
+                self._owed.append(m.Abort(session=message.session, leases=[message.lease]))
             self._down(reason)
         self._channel.reset()
         self._wake.set()
@@ -158,9 +186,13 @@ class CacheClient:
     def _down(self, reason: str) -> None:
         self._up.clear()
         self.reason = reason
+        self._owed.extend(gift for _, gift in self._unsure)
+        self._unsure.clear()
         if self._logged_reason != reason:
             self._logged_reason = reason
-            logger.warning("cache server %s: %s; requests run uncached until it answers", self.address, reason)
+            logger.warning(
+                "cache server %s: %s; requests run uncached until it answers", self.address, reason
+            )
 
     def _run(self) -> None:
         while not self._stop.is_set():
@@ -176,35 +208,38 @@ class CacheClient:
                 with self._guard:
                     self._down(str(exc))
             except Exception as exc:  # the thread must outlive whatever a callback does
-                logger.exception("heartbeat")
+                reason = f"{type(exc).__name__}: {exc}"
+                logger.log(
+                    logging.DEBUG if reason == self.reason else logging.ERROR, "heartbeat", exc_info=True
+                )
                 with self._guard:
-                    self._down(f"{type(exc).__name__}: {exc}")
+                    self._down(reason)
             self._wake.wait(self.options.heartbeat_interval if self.up else self.options.retry_interval)
             self._wake.clear()
 
     def _ping(self) -> None:
-        pong, _ = self._beat.call(m.Ping(session=self.session), self.options.control_timeout)
-        assert isinstance(pong, m.Pong)
+        ping = m.Ping(session=self.session)
+        pong = expect(m.Pong, self._beat.call(ping, self.options.control_timeout)[0])
         if not pong.known or self.welcome is None or pong.epoch != self.welcome.epoch:
             self._up.clear()
             self.session = ""
 
     def _open(self) -> None:
-        welcome, _ = self._beat.call(self._hello, self.options.control_timeout)
-        if not isinstance(welcome, m.Welcome):
-            raise Unavailable(f"{self.address} does not speak this protocol")
+        welcome = expect(m.Welcome, self._beat.call(self._hello, self.options.control_timeout)[0])
         old, self.attachment = self.attachment, None
         if old is not None:
             old.close()
         self.welcome = welcome
-        self.attachment = attach(welcome, want_pool=self.role == "worker", shm=self.options.shm)
-        session, self.session = self.session, welcome.session
+        session = self.session
         try:
+            self.attachment = attach(welcome, want_pool=self.role == "worker", shm=self.options.shm)
+            self.session = welcome.session
             if self._on_open is not None:
                 self._on_open(self)
         except BaseException:
-            self._beat.post(m.Bye(session=welcome.session))
             self.session = session
+            with suppress(LMCacheError):
+                self._beat.call(m.Bye(session=welcome.session), self.options.control_timeout)
             raise
 
     def register(self, message: m.Register) -> None:
@@ -212,18 +247,23 @@ class CacheClient:
         self._beat.call(message, self.options.control_timeout)
 
     def _recover(self) -> None:
-        with self._guard:
-            lost, self._lost_leases = self._lost_leases, []
-        for kind in (m.Release, m.Abort):
-            leases = [lease for k, lease in lost if k is kind]
-            if leases:
-                self._beat.call(kind(session=self.session, leases=leases), self.options.control_timeout)
-        with self._guard:
-            self.reason = ""
-            if self._logged_reason:
-                logger.info("cache server %s: back, requests are cached again", self.address)
-                self._logged_reason = ""
-        self._up.set()
+        while True:
+            with self._guard:
+                self._owed = [gift for gift in self._owed if gift.session == self.session]
+                if not self._owed:
+                    self.reason = ""
+                    if self._logged_reason:
+                        logger.info("cache server %s: back, requests are cached again", self.address)
+                        self._logged_reason = ""
+                    self._up.set()
+                    return
+                gift = self._owed[0]
+            try:
+                self._beat.call(gift, self.options.control_timeout)
+            except RequestFailed as exc:  # answered, if not as wished: nothing will come of asking again
+                logger.debug("giving back: %s", exc)
+            with self._guard:
+                del self._owed[0]
 
 
 def wait_until(condition: Callable[[], bool], seconds: float, step: float = 0.01) -> bool:

@@ -1,7 +1,7 @@
 """Client side of the transport: one ZeroMQ DEALER socket, futures, bounded waits.
 
-The calling thread itself sends and receives, so a round trip costs no thread switch. A lock makes a channel safe
-to share; whoever waits also completes the futures of others whose replies it happens to read.
+The calling thread itself sends and receives, so a round trip costs no thread switch. A lock makes a channel
+safe to share; whoever waits also completes the futures of others whose replies it happens to read.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import errno
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import zmq
@@ -19,6 +19,8 @@ from lmcache.errors import LMCacheError
 from lmcache.v1.protocol import messages as m
 
 _CONNECT_MS = 1000
+
+R = TypeVar("R", bound=m.Message)
 
 
 class Unavailable(LMCacheError):
@@ -31,6 +33,18 @@ class RequestFailed(LMCacheError):
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
         self.code = code
+
+
+def expect(kind: type[R], reply: m.Reply) -> R:
+    """``reply``, of the kind that the request is answered with.
+
+    Raises:
+        RequestFailed: if it is another.
+    """
+    if not isinstance(reply, kind):
+        got = type(reply).__name__
+        raise RequestFailed("bad_reply", f"expected {kind.__name__}, the server answers {got}")
+    return reply
 
 
 class Future:
@@ -91,25 +105,28 @@ class Channel:
             self._pending[ident] = future
             try:
                 self._send([ident, m.encode(message), *payload], deadline, what)
-            except Unavailable:
+            except BaseException:
                 del self._pending[ident]
                 raise
         return future
 
-    def call(self, message: m.Request, timeout: float, payload: Sequence[Any] = ()) -> tuple[m.Reply, list[bytes]]:
+    def call(
+        self, message: m.Request, timeout: float, payload: Sequence[Any] = ()
+    ) -> tuple[m.Reply, list[bytes]]:
         """``submit`` and wait."""
         return self.submit(message, timeout, payload).result()
 
-    def post(self, message: m.Request) -> None:
-        """Send without wanting a reply; dropped if there is no connection."""
+    def post(self, message: m.Request) -> bool:
+        """Send without wanting a reply; False if there is no connection."""
         with self._lock:
             try:
                 self._send([bytes(8), m.encode(message)], 0.0, type(message).__name__)
             except Unavailable:
-                return
+                return False
+        return True
 
     def reset(self) -> None:
-        """Drop the connection; the next request opens a new one at once, whatever back-off the old one was in."""
+        """Drop the connection; the next request opens a new one at once, without the old one's back-off."""
         with self._lock:
             if self._socket is not None:
                 self._socket.close(linger=0)
@@ -120,7 +137,7 @@ class Channel:
 
     def _open(self) -> zmq.Socket[bytes]:
         if self._socket is None:
-            socket = zmq.Context.instance().socket(zmq.DEALER)
+            socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
             socket.setsockopt(zmq.IMMEDIATE, 1)  # never queue for a connection that may not come
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_MS)
@@ -182,5 +199,7 @@ class Channel:
         except (msgspec.DecodeError, UnicodeDecodeError) as exc:
             reply = m.Error(code="bad_reply", message=f"reply from {self.address} cannot be read: {exc}")
         future = self._pending.pop(frames[0], None)
-        if future is not None:  # else it came after its deadline, and what it granted was given back by lease id
+        if (
+            future is not None
+        ):  # else it came after its deadline, and what it granted was given back by lease id
             future._reply = (reply, frames[2:])

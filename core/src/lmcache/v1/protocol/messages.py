@@ -1,9 +1,9 @@
 """The wire protocol: msgpack maps, one struct per message, a tag field ``op``.
 
-Frames of a request: [id: 8 bytes, little-endian, 0 = no reply wanted] [message] [payload]*; of a reply: the same,
-with the request's id. Unknown fields are ignored, so a field may be added within a protocol version; a new
-message or a changed meaning raises :data:`PROTOCOL`. Every request with an id gets its reply or an :class:`Error`.
-Nothing on the wire is executable: no pickle, no names to import.
+Frames of a request: [id: 8 bytes, little-endian, 0 = no reply wanted] [message] [payload]*; of a reply: the
+same, with the request's id. Unknown fields are ignored, so a field may be added within a protocol version; a
+new message or a changed meaning raises :data:`PROTOCOL`. Every request with an id gets its reply or an
+:class:`Error`. Nothing on the wire is executable: no pickle, no names to import.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Message(msgspec.Struct, tag_field="op", kw_only=True):
 
 
 class Hello(Message, tag="hello"):
-    """Open a session. ``engine`` joins the scheduler and the workers of one engine; ``ranks`` is their number."""
+    """Open a session. ``engine`` joins an engine's scheduler and workers, which are ``ranks`` in number."""
 
     protocol_min: int
     protocol_max: int
@@ -63,8 +63,8 @@ class Register(Message, tag="register"):
 class Lookup(Message, tag="lookup"):
     """How many chunks from ``start`` on are stored for every rank and group? They are pinned under ``lease``.
 
-    ``hashes`` are the 32-byte chunk digests, joined, from chunk ``known`` on; the first ``known`` were sent before
-    for the same request in this session.
+    ``hashes`` are the 32-byte chunk digests, joined, from chunk ``known`` on; the first ``known`` were sent
+    before for the same request in this session.
     """
 
     session: str
@@ -101,7 +101,7 @@ class Commit(Message, tag="commit"):
 
 
 class Abort(Message, tag="abort"):
-    """Give write leases back unpublished. No reply is needed; unknown ids are remembered and refused later."""
+    """Give write leases back unpublished. No reply is needed; unknown ids are refused from then on."""
 
     session: str
     leases: list[int]
@@ -125,7 +125,7 @@ class Release(Message, tag="release"):
 
 
 class EndRequest(Message, tag="end_request"):
-    """The engine is done with these requests: their read leases and hashes are dropped. No reply is needed."""
+    """The engine is done with these requests: drop their read leases and hashes. No reply is needed."""
 
     session: str
     requests: list[str]
@@ -146,7 +146,21 @@ class Clear(Message, tag="clear"):
 
 
 Request: TypeAlias = (
-    Hello | Bye | Ping | Register | Lookup | Reserve | Write | Commit | Abort | Read | Release | EndRequest | Query | Status | Clear
+    Hello
+    | Bye
+    | Ping
+    | Register
+    | Lookup
+    | Reserve
+    | Write
+    | Commit
+    | Abort
+    | Read
+    | Release
+    | EndRequest
+    | Query
+    | Status
+    | Clear
 )
 
 
@@ -161,7 +175,7 @@ class Attach(msgspec.Struct, kw_only=True):
 
 
 class Welcome(Message, tag="welcome"):
-    """Answer to Hello. ``epoch`` is new at each start of the server; ``session`` is a secret of this client."""
+    """Answer to Hello. ``epoch`` is new at each start of the server; ``session`` is this client's secret."""
 
     protocol: int
     epoch: str
@@ -198,7 +212,7 @@ class Found(Message, tag="found"):
 
 
 class Reserved(Message, tag="reserved"):
-    """Answer to Reserve: flat offset and generation per wanted object; offset -1: stored already, -2: no room."""
+    """Answer to Reserve: flat offset and generation per object; offset -1: stored already, -2: no room."""
 
     epoch: str
     slots: list[list[int]]

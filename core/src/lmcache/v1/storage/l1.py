@@ -12,8 +12,9 @@ Not thread-safe: the server holds one lock around it.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from lmcache.v1.memory.range_allocator import RangeAllocator
 from lmcache.v1.storage.leases import Entry, ReadLease, Reservation, Tombstones, WriteLease
@@ -58,7 +59,7 @@ class L1Cache:
     # ---- reading
 
     def prefix_length(self, key_rows: Iterable[Sequence[bytes]]) -> int:
-        """Number of leading rows all of whose keys are published (a row: one chunk's keys, over ranks and groups)."""
+        """Number of leading rows whose keys are all published; a row: one chunk's, over ranks and groups."""
         index, n = self._index, 0
         for row in key_rows:
             for key in row:
@@ -67,8 +68,27 @@ class L1Cache:
             n += 1
         return n
 
-    def pin(self, owner: str, lease: int, session: str, request: str, keys: dict[int, list[bytes]]) -> dict[int, list[Entry]]:
-        """Pin published ``keys[rank]`` for ``request`` under the client's lease id and mark them as just used.
+    def touch(self, columns: Sequence[Sequence[bytes]]) -> None:
+        """Mark as just used what is published of ``columns``, each the keys of a chain of chunks.
+
+        A prefix is of use only without gaps, so its last chunk, in every column, is the first to go.
+        """
+        index = self._index
+        for i in reversed(range(max(map(len, columns), default=0))):
+            for column in columns:
+                if i < len(column) and column[i] in index:
+                    index.move_to_end(column[i])
+
+    def pin(
+        self,
+        owner: str,
+        lease: int,
+        session: str,
+        request: str,
+        columns: Mapping[int, Sequence[Sequence[bytes]]],
+    ) -> dict[int, list[list[Entry]]]:
+        """Pin published ``columns[rank]`` for ``request`` under the client's lease id and mark them as just
+        used.
 
         Raises:
             KeyError: if the lease was given back already, or its id is in use.
@@ -76,13 +96,13 @@ class L1Cache:
         if (owner, lease) in self._gone or (owner, lease) in self._reads:
             raise KeyError(lease)
         index = self._index
-        shares = {rank: [index[key] for key in rank_keys] for rank, rank_keys in keys.items()}
-        for entries in shares.values():
-            for entry in reversed(entries):  # the last chunk of a prefix is the first to go
-                entry.pins += 1
-                index.move_to_end(entry.key)
-        self._reads[owner, lease] = ReadLease(session, request, {rank: list(entries) for rank, entries in shares.items()})
-        return shares
+        held = {rank: [[index[key] for key in column] for column in mine] for rank, mine in columns.items()}
+        shares = {rank: [entry for column in mine for entry in column] for rank, mine in held.items()}
+        for entry in chain.from_iterable(shares.values()):
+            entry.pins += 1
+        self.touch([column for mine in columns.values() for column in mine])
+        self._reads[owner, lease] = ReadLease(session, request, shares)
+        return held
 
     def read_share(self, owner: str, lease: int, rank: int) -> list[Entry]:
         """What ``rank`` holds under a read lease, in the order of the lookup; empty if it holds nothing."""
@@ -90,7 +110,7 @@ class L1Cache:
         return found.shares.get(rank, []) if found else []
 
     def release(self, owner: str, lease: int, rank: int | None = None) -> None:
-        """Give back a rank's share of a read lease (None: all shares). Harmless if it is not there (any more)."""
+        """Give back a rank's share of a read lease (None: all shares). Harmless if it is not there."""
         found = self._reads.get((owner, lease))
         if found is None:
             if rank is None:
@@ -105,30 +125,36 @@ class L1Cache:
 
     # ---- writing
 
-    def reserve(self, session: str, lease: int, wanted: Sequence[tuple[bytes, int]], mapped: bool) -> list[tuple[int, int]]:
-        """Reserve memory for ``(key, size)`` pairs; per pair ``(offset, generation)``, or (EXISTS, 0) or (FULL, 0).
+    def reserve(
+        self, session: str, lease: int, columns: Sequence[Sequence[tuple[bytes, int]]], mapped: bool
+    ) -> list[list[tuple[int, int]]]:
+        """Reserve memory for columns of ``(key, size)``, each in the order of a chain of chunks.
+
+        Returns:
+            Per column and pair ``(offset, generation)``, or (EXISTS, 0) or (FULL, 0).
 
         Raises:
             KeyError: if the lease was given back already, or its id is in use.
         """
         if (session, lease) in self._gone or (session, lease) in self._writes:
             raise KeyError(lease)
-        slots: list[tuple[int, int]] = []
+        self.touch([[key for key, _ in column] for column in columns])
         items: list[Reservation] = []
-        for key, size in wanted:
-            if key in self._index:
-                self._index.move_to_end(key)
-                slots.append((EXISTS, 0))
-                continue
-            offset = self._allocate(size)
-            if offset is None:
-                self.counters.dropped_full += 1
-                slots.append((FULL, 0))
-                continue
-            item = Reservation(key, offset, size, new_generation())
-            self._view.generations[offset // PAGE] = item.generation
-            items.append(item)
-            slots.append((offset, item.generation))
+        slots: list[list[tuple[int, int]]] = [[] for _ in columns]
+        for column, out in zip(columns, slots, strict=True):
+            for depth, (key, size) in enumerate(column):
+                if key in self._index:
+                    out.append((EXISTS, 0))
+                    continue
+                offset = self._allocate(size)
+                if offset is None:
+                    self.counters.dropped_full += 1
+                    out.append((FULL, 0))
+                    continue
+                item = Reservation(key, offset, size, new_generation(), depth)
+                self._view.generations[offset // PAGE] = item.generation
+                items.append(item)
+                out.append((offset, item.generation))
         self._writes[session, lease] = WriteLease(session, items, mapped)
         return slots
 
@@ -141,10 +167,12 @@ class L1Cache:
         return self._writes[session, lease].items
 
     def commit(self, session: str, lease: int, indexes: Sequence[int]) -> int:
-        """Publish the reservations at ``indexes`` of the lease, free the others, end the lease; return how many.
+        """Publish the reservations at ``indexes`` of the lease, free the others, end the lease; return how
+        many.
 
         Raises:
-            KeyError: if there is no such lease. IndexError: for an index that it does not hold; nothing changes.
+            KeyError: if there is no such lease. IndexError: for an index that it does not hold; nothing
+            changes.
         """
         items = self._writes[session, lease].items
         wanted = set(indexes)
@@ -153,7 +181,8 @@ class L1Cache:
         del self._writes[session, lease]
         self._gone.add(session, lease)
         published = 0
-        for i, item in reversed(list(enumerate(items))):  # later chunks of a prefix are the first to go
+        # Later chunks of a prefix are the first to go.
+        for i, item in sorted(enumerate(items), key=lambda pair: -pair[1].depth):
             if i not in wanted:
                 self.counters.aborted += 1
                 self._free(item.offset)
@@ -177,10 +206,12 @@ class L1Cache:
     # ---- owners
 
     def drop_session(self, session: str, dead: bool) -> None:
-        """Take back what a session owns. ``dead``: its process is known to be gone, so its mapped writes end too."""
+        """Take back what a session owns. ``dead``: its process is gone, and its mapped writes with it."""
         for owner_lease in [k for k, v in self._reads.items() if v.session == session]:
             self.release(*owner_lease)
-        for owner_lease in [k for k, v in self._writes.items() if v.session == session and (dead or not v.mapped)]:
+        for owner_lease in [
+            k for k, v in self._writes.items() if v.session == session and (dead or not v.mapped)
+        ]:
             self.abort(*owner_lease)
 
     def drop_rank(self, owner: str, rank: int) -> None:
@@ -211,17 +242,20 @@ class L1Cache:
             "pinned_objects": sum(1 for entry in self._index.values() if entry.pins),
             "read_leases": len(self._reads),
             "write_leases": len(self._writes),
-            "reserved_bytes": sum(self._allocator.rounded(i.size) for w in self._writes.values() for i in w.items),
+            "reserved_bytes": sum(
+                self._allocator.rounded(i.size) for w in self._writes.values() for i in w.items
+            ),
         }
 
     def _allocate(self, size: int) -> int | None:
         need = self._allocator.rounded(size)
         capacity = self._allocator.capacity
-        if self._watermark is not None and need <= capacity:
-            if self._allocator.used + need > self._watermark * capacity:
-                self._evict_until_used(capacity * (self._watermark - self._evict_ratio) - need)
+        if self._watermark is None or need > capacity:
+            return self._allocator.allocate(size)
+        if self._allocator.used + need > self._watermark * capacity:
+            self._evict_until_used(capacity * (self._watermark - self._evict_ratio) - need)
         offset = self._allocator.allocate(size)
-        if offset is not None or self._watermark is None or need > capacity:
+        if offset is not None:
             return offset
         for entry in list(self._index.values()):  # fragmented: go on until a range is long enough
             if entry.pins:

@@ -1,8 +1,9 @@
 """Leases: who may read or write which memory, and until when.
 
-A read lease pins published objects for one request of one engine, with a share per rank that reads them. A write
-lease holds memory that nobody else can see. Both carry an id that the *client* chose, so a client that never saw
-the reply can still give the lease back, and an id that was given back before its request arrived is refused.
+A read lease pins published objects for one request of one engine, with a share per rank that reads them. A
+write lease holds memory that nobody else can see. Both carry an id that the *client* chose, so a client that
+never saw the reply can still give the lease back, and an id that was given back before its request arrived is
+refused.
 """
 
 from __future__ import annotations
@@ -35,20 +36,21 @@ class ReadLease:
 
 @dataclass(slots=True)
 class Reservation:
-    """Memory for one object, not yet published. ``key`` is given when it is."""
+    """Memory for one object, not yet published. ``key`` is for then; ``depth`` is its chunk's place."""
 
     key: bytes
     offset: int
     size: int
     generation: int
+    depth: int
 
 
 @dataclass(slots=True)
 class WriteLease:
     """Memory that one worker session may write until it commits, aborts or dies.
 
-    ``mapped`` says that the owner writes through its own mapping of the pool. Then only its abort, its commit or
-    its death may free the memory: a stopped process may wake up in the middle of a copy.
+    ``mapped`` says that the owner writes through its own mapping of the pool. Then only its abort, its commit
+    or its death may free the memory: a stopped process may wake up in the middle of a copy.
     """
 
     session: str

@@ -1,9 +1,10 @@
 """The L1 pool: one shared-memory segment, reserved in full, whose bytes other processes may map.
 
 Layout of the segment: a table of 64-bit generation words, one per 4 KiB page of the data area, then the data
-area. The word of an object's first page holds the object's generation while the object lives and 0 afterwards.
-A reader that checks the word before and after its copy can thus tell that the bytes were the object's all along
-(a sequence lock, as in Linux' ``seqlock_t``), even if the server meanwhile took the memory back or died.
+area. The word of an object's first page holds the object's generation while the object lives and 0
+afterwards. A reader that checks the word before and after its copy can thus tell that the bytes were the
+object's all along (a sequence lock, as in Linux' ``seqlock_t``), even if the server meanwhile took the memory
+back or died.
 """
 
 from __future__ import annotations
@@ -80,8 +81,9 @@ class ShmPool:
         self.total_bytes = table_bytes(data_bytes) + data_bytes
         self.path: Path | None = _SHM_DIR / f"{_PREFIX}{name}" if name else None
         _check_available(self.total_bytes, self.path)
-        self.fd = self._open()
+        self.fd = self._lock_fd = -1
         try:
+            self.fd = self._open()
             _reserve(self.fd, self.total_bytes, stop)
             if self.path is None:
                 # A client that could shrink the file would make every other process die of SIGBUS.
@@ -101,27 +103,34 @@ class ShmPool:
                 return os.memfd_create("lmcache-l1", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             except OSError as exc:
                 self.path = _SHM_DIR / f"{_PREFIX}auto_{secrets.token_hex(8)}"
-                logger.warning("memfd_create failed (%s): L1 becomes the named segment %s", exc.strerror, self.path)
+                logger.warning(
+                    "memfd_create failed (%s): L1 becomes the named segment %s", exc.strerror, self.path
+                )
         try:
             fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except FileExistsError:
             raise StartupError(
-                f"shared-memory segment {self.path}: expected a free name, a live server holds it; choose another --shm-name"
+                f"shared-memory segment {self.path}: expected a free name, another server holds it;"
+                " choose another --shm-name"
             ) from None
-        # The lock is the sign of life: the kernel drops it with the process, and a sweeper that gets it knows.
+        # The lock is the sign of life: the kernel drops it with the process, and a sweeper that gets it
+        # knows.
         fcntl.flock(fd, fcntl.LOCK_EX)
         if os.fstat(fd).st_nlink == 0:  # a sweeper came between open and lock
             os.close(fd)
             return self._open()
-        return fd
+        self._lock_fd = fd
+        # What clients map is another open file: a mapping would keep this one, and its lock, past our death.
+        return os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
 
     def close(self) -> None:
-        """Remove the name, if any, and close the descriptor. Mappings elsewhere stay valid until unmapped."""
-        if self.path is not None:
+        """Remove the name, if it is ours, and close the file. Mappings elsewhere stay valid."""
+        if self.path is not None and self._lock_fd >= 0:
             self.path.unlink(missing_ok=True)
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        for fd in (self.fd, self._lock_fd):
+            if fd >= 0:
+                os.close(fd)
+        self.fd = self._lock_fd = -1
 
 
 def new_generation() -> int:
@@ -158,7 +167,8 @@ def _reserve(fd: int, total: int, stop: threading.Event | None) -> None:
             os.posix_fallocate(fd, at, min(_RESERVE_STEP, total - at))
         except OSError as exc:
             raise StartupError(
-                f"L1 pool: reserving {_gib(total)} failed after {_gib(at)} ({exc.strerror}); lower --l1-size-gb or free memory"
+                f"L1 pool: reserving {_gib(total)} failed after {_gib(at)} ({exc.strerror});"
+                " lower --l1-size-gb or free memory"
             ) from None
 
 
@@ -170,27 +180,34 @@ def _check_available(need: int, path: Path | None) -> None:
     for what, have in limits.items():
         if need > have:
             raise StartupError(
-                f"L1 pool: {_gib(need)} needed, {_gib(have)} available in {what}; lower --l1-size-gb or free {what}"
+                f"L1 pool: {_gib(need)} needed, {_gib(have)} available in {what};"
+                f" lower --l1-size-gb or free {what}"
             )
 
 
-def available_memory() -> int:
-    """Bytes this process could still take: /proc's MemAvailable, or less where a cgroup limits it."""
-    available = 0
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
-    for limit_file, usage_file in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+def available_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes this process could still take: the system's MemAvailable, or less where a cgroup limits it."""
+    available = _fields(meminfo).get("MemAvailable:", 0) * 1024
+    for limit, usage, prefix in (
+        ("memory.max", "memory.current", ""),  # cgroup v2
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_"),  # cgroup v1
     ):
         try:
-            limit, usage = Path(limit_file).read_text().strip(), Path(usage_file).read_text().strip()
+            most, used = ((cgroup / name).read_text().strip() for name in (limit, usage))
+            stat = _fields((cgroup / usage).with_name("memory.stat"))
         except OSError:
             continue  # no such cgroup version here
-        if limit.isdigit():
-            available = min(available, max(0, int(limit) - int(usage)))
+        if most.isdigit():
+            # Cached file pages count as usage, but the kernel gives them up when memory is wanted.
+            cached = sum(stat.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive"))
+            available = min(available, max(0, int(most) - int(used) + cached))
     return available
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """First and second word of each line whose second is a number."""
+    words = (line.split() for line in path.read_text().splitlines())
+    return {w[0]: int(w[1]) for w in words if len(w) > 1 and w[1].isdigit()}
 
 
 def _gib(n: int) -> str:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import secrets
 import signal
-import sys
+import socket
 import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 
+from lmcache.errors import StartupError
 from lmcache.logging import init_logger
 from lmcache.v1.multiprocess.host import boot_id
 from lmcache.v1.multiprocess.server.attach import AttachServer
@@ -23,6 +26,51 @@ from lmcache.v1.protocol.messages import Attach
 from lmcache.v1.storage.shm_pool import ShmPool, sweep_stale_segments
 
 logger = init_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What a server says of itself once it serves; as text, its one line on standard output."""
+
+    address: str
+    http: str
+    l1_gib: float
+    shm: str
+    chunk_size: int
+    pid: int
+    reserve_seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"lmcache server ready: {self.address} {self.http} l1={self.l1_gib:g}GiB shm={self.shm}"
+            f" chunk={self.chunk_size} pid={self.pid} reserve={self.reserve_seconds:.2f}s"
+        )
+
+
+def resolve(flag: str, host: str) -> str:
+    """The numeric address, of IPv4 if there is one, that ``host`` stands for.
+
+    Raises:
+        StartupError: if it stands for none.
+    """
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as exc:  # UnicodeError: a label that no name may have
+        reason = getattr(exc, "strerror", None) or exc
+        raise StartupError(
+            f"{flag} {host}: {reason}; expected an address of this host, e.g. 127.0.0.1 or 0.0.0.0"
+        ) from None
+    found.sort(key=lambda info: info[0] != socket.AF_INET)
+    return str(found[0][4][0])
+
+
+def _near(host: str) -> str:
+    """The address under which this process reaches what is bound to ``host``."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+
+
+def _netloc(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 def _gauges(metrics: Metrics, service: Service, lock: threading.Lock) -> None:
@@ -39,12 +87,16 @@ def _gauges(metrics: Metrics, service: Service, lock: threading.Lock) -> None:
     metrics.watch("l1_read_leases", "read leases held by clients", read("read_leases"))
     metrics.watch("l1_write_leases", "write leases held by clients", read("write_leases"))
     metrics.watch("l1_evicted", "objects evicted so far", lambda: float(service.l1.counters.evicted))
-    metrics.watch("l1_allocation_failure", "objects refused for want of room so far", lambda: float(service.l1.counters.dropped_full))
+    metrics.watch(
+        "l1_allocation_failure",
+        "objects refused for want of room so far",
+        lambda: float(service.l1.counters.dropped_full),
+    )
     metrics.watch("sessions", "open sessions", lambda: float(len(service.sessions.by_id)))
 
 
-def run_server(config: ServerConfig, announce: Callable[[str], None]) -> None:
-    """Run ``lmcache server`` until SIGTERM or SIGINT. ``announce`` gets the line that says it is ready.
+def run_server(config: ServerConfig, announce: Callable[[Ready], None]) -> None:
+    """Run ``lmcache server`` until SIGTERM or SIGINT. ``announce`` is called once it is ready.
 
     Raises:
         ConfigError: for a bad setting. StartupError: if a port, a name or the memory cannot be had.
@@ -56,9 +108,10 @@ def run_server(config: ServerConfig, announce: Callable[[str], None]) -> None:
         signal.signal(signum, lambda *_: stop.set())
     with ExitStack() as cleanup:
         metrics = Metrics()
-        loop = RequestLoop(config.host, config.port, metrics)
+        host, http_host = resolve("--host", config.host), resolve("--http-host", config.http_host)
+        loop = RequestLoop(host, config.port, metrics)
         cleanup.callback(loop.close)
-        http_socket = claim(config.http_host, config.http_port)
+        http_socket = claim(http_host, config.http_port)
         cleanup.callback(http_socket.close)
         for path in sweep_stale_segments():
             logger.warning("removed %s: its server is dead", path)
@@ -78,16 +131,25 @@ def run_server(config: ServerConfig, announce: Callable[[str], None]) -> None:
             cleanup.callback(door.close)
             door.start()
         _gauges(metrics, service, lock)
-        http = HttpServer(http_socket, loop.address.replace("0.0.0.0", "127.0.0.1").replace("[::]", "[::1]"), metrics.registry)
+        http = HttpServer(http_socket, f"tcp://{_netloc(_near(host))}:{loop.port}", metrics.registry)
         cleanup.callback(http.close)
         http.start()
 
-        if config.host not in ("127.0.0.1", "localhost", "::1"):
-            logger.warning("--host %s: the protocol has no authentication; let only trusted hosts reach this port", config.host)
+        for flag, address in (("--host", host), ("--http-host", http_host)):
+            if not ipaddress.ip_address(address).is_loopback:
+                logger.warning(
+                    "%s %s: no authentication here; let only trusted hosts reach this port", flag, address
+                )
         announce(
-            f"lmcache server ready: {loop.address} http://{config.http_host}:{http.port}"
-            f" l1={config.l1_size_gb:g}GiB shm={pool.kind if attach else 'off'} chunk={config.chunk_size}"
-            f" pid={os.getpid()} reserve={reserved:.2f}s"
+            Ready(
+                address=loop.address,
+                http=f"http://{_netloc(http_host)}:{http.port}",
+                l1_gib=config.l1_size_gb,
+                shm=pool.kind if attach else "off",
+                chunk_size=config.chunk_size,
+                pid=os.getpid(),
+                reserve_seconds=round(reserved, 3),
+            )
         )
 
         def sweep() -> None:
@@ -97,7 +159,6 @@ def run_server(config: ServerConfig, announce: Callable[[str], None]) -> None:
 
         loop.run(service, lock, stop, sweep)
         logger.info("stopping")
-    sys.stdout.flush()
 
 
 def _attach_callbacks(

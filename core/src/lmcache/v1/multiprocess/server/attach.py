@@ -1,8 +1,8 @@
 """Hands the pool's descriptor to clients on this host, and learns of their death.
 
-A client connects to a Unix socket, sends its session id, and receives the descriptor (SCM_RIGHTS). It keeps the
-connection open for its whole life: the kernel closes it when the process ends, however it ends, so the end of the
-stream is the one sure sign that the process can no longer write to the pool.
+A client connects to a Unix socket, sends its session id, and receives the descriptor (SCM_RIGHTS). It keeps
+the connection open for its whole life: the kernel closes it when the process ends, however it ends, so the
+end of the stream is the one sure sign that the process can no longer write to the pool.
 """
 
 from __future__ import annotations
@@ -38,7 +38,11 @@ class AttachServer:
     """
 
     def __init__(
-        self, address: str, fd: int, on_attach: Callable[[str, bool], str | None], on_gone: Callable[[str], None]
+        self,
+        address: str,
+        fd: int,
+        on_attach: Callable[[str, bool], str | None],
+        on_gone: Callable[[str], None],
     ) -> None:
         self.address = address
         self._fd = fd
@@ -77,7 +81,9 @@ class AttachServer:
             listener.bind(socket_name(self.address))
         except OSError as exc:
             listener.close()
-            raise StartupError(f"--shm-socket {self.address}: cannot be bound ({exc.strerror}); choose another path") from None
+            raise StartupError(
+                f"--shm-socket {self.address}: cannot be bound ({exc.strerror}); choose another path"
+            ) from None
         finally:
             os.umask(old_mask)
         listener.listen(64)
@@ -101,11 +107,13 @@ class AttachServer:
             for key, _ in self._selector.select():
                 if key.fileobj == self._woken:
                     return
-                if key.fileobj is self._listener:
-                    self._accept()
-                else:
-                    assert isinstance(key.fileobj, socket.socket)
-                    self._read(key.fileobj, key.data)
+                try:
+                    if key.fileobj is self._listener:
+                        self._accept()
+                    elif isinstance(key.fileobj, socket.socket):
+                        self._read(key.fileobj, key.data)
+                except Exception:  # without this thread nobody would learn of a client's death
+                    logger.exception("attach")
 
     def _accept(self) -> None:
         try:
@@ -133,7 +141,10 @@ class AttachServer:
             self._on_gone(state[0])
 
     def _attach(self, peer: socket.socket, data: bytes, state: list[str]) -> None:
-        session, want_fd = data[:_SESSION_ID_BYTES].decode("ascii", "replace"), data[_SESSION_ID_BYTES:] == WANT_FD
+        session, want_fd = (
+            data[:_SESSION_ID_BYTES].decode("ascii", "replace"),
+            data[_SESSION_ID_BYTES:] == WANT_FD,
+        )
         error = self._check_uid(peer) or self._on_attach(session, want_fd)
         try:
             if error is not None:
@@ -154,4 +165,5 @@ class AttachServer:
         _, uid, _ = struct.unpack("3i", packed)
         if uid in (os.geteuid(), 0):
             return None
-        return f"uid {uid} may not map the pool of a server that runs as uid {os.geteuid()}; run both as one user"
+        mine = os.geteuid()
+        return f"uid {uid} may not map the pool of a server that runs as uid {mine}; run both as one user"

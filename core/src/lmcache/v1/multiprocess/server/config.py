@@ -13,6 +13,7 @@ POLICIES = ("LRU", "noop")
 SHM_MODES = ("auto", "off")
 _GRANULE = 16
 _MIN_L1_BYTES = 1 << 20
+_MAX_L1_GIB = 1 << 30
 
 FLAGS: tuple[tuple[str, type, str], ...] = (
     ("host", str, "address of the request port (127.0.0.1)"),
@@ -52,7 +53,7 @@ class ServerConfig(msgspec.Struct, kw_only=True, frozen=True):
     shm_name: str = ""
     """Name of a segment in /dev/shm; empty: an anonymous memfd, which leaves no name behind."""
     shm_socket: str = ""
-    """Unix socket that hands out the pool's descriptor; empty: an abstract one, which leaves no file behind."""
+    """Unix socket that hands out the pool's descriptor; empty: an abstract one, which leaves no file."""
     session_timeout: float = 30.0
     """Seconds of silence after which a client counts as gone."""
 
@@ -71,38 +72,55 @@ class ServerConfig(msgspec.Struct, kw_only=True, frozen=True):
                 raise ConfigError(f"{name} {port}: expected 0..65535 (0 picks a free port)")
         if self.port and self.port == self.http_port and self.host == self.http_host:
             raise ConfigError(f"--http-port {self.http_port}: the same as --port; choose another")
-        if not self.l1_size_gb > 0 or self.l1_size_gb == float("inf"):
-            raise ConfigError(f"--l1-size-gb {self.l1_size_gb:g}: expected a positive number of GiB, e.g. --l1-size-gb 10")
+        for name, host in (("--host", self.host), ("--http-host", self.http_host)):
+            if not host.strip():
+                raise ConfigError(
+                    f"{name} {host!r}: expected an address of this host, e.g. 127.0.0.1 or 0.0.0.0"
+                )
+        if not 0 < self.l1_size_gb <= _MAX_L1_GIB:
+            raise ConfigError(
+                f"--l1-size-gb {self.l1_size_gb:g}: expected a positive number of GiB, e.g. --l1-size-gb 10"
+            )
         if self.l1_bytes < _MIN_L1_BYTES:
-            raise ConfigError(f"--l1-size-gb {self.l1_size_gb:g}: expected at least {_MIN_L1_BYTES / 2**30:g} GiB (1 MiB)")
+            least = f"{_MIN_L1_BYTES / 2**30:g} GiB (1 MiB)"
+            raise ConfigError(f"--l1-size-gb {self.l1_size_gb:g}: expected at least {least}")
         if self.eviction_policy not in POLICIES:
-            raise ConfigError(f"--eviction-policy {self.eviction_policy}: expected one of {', '.join(POLICIES)}")
+            raise ConfigError(
+                f"--eviction-policy {self.eviction_policy!r}: expected one of {', '.join(POLICIES)}"
+            )
         if not 0 < self.eviction_trigger_watermark <= 1:
             raise ConfigError(
-                f"--eviction-trigger-watermark {self.eviction_trigger_watermark:g}: expected a fraction of L1 within (0, 1], e.g. 0.95"
+                f"--eviction-trigger-watermark {self.eviction_trigger_watermark:g}: expected a fraction of L1"
+                " within (0, 1], e.g. 0.95"
             )
         if not 0 <= self.eviction_ratio < self.eviction_trigger_watermark:
             raise ConfigError(
-                f"--eviction-ratio {self.eviction_ratio:g}: expected a fraction of L1 from 0 up to the watermark"
-                f" {self.eviction_trigger_watermark:g}, e.g. 0.05"
+                f"--eviction-ratio {self.eviction_ratio:g}: expected a fraction of L1 from 0 up to the"
+                f" watermark {self.eviction_trigger_watermark:g}, e.g. 0.05"
             )
         if self.chunk_size <= 0 or self.chunk_size % _GRANULE:
             raise ConfigError(
-                f"--chunk-size {self.chunk_size}: expected a positive multiple of {_GRANULE} tokens, or no engine's block"
-                " size divides it; e.g. 256"
+                f"--chunk-size {self.chunk_size}: expected a positive multiple of {_GRANULE} tokens, or no"
+                " engine's block size divides it; e.g. 256"
             )
         mode = MPTransferMode.parse(self.supported_transfer_mode, source="--supported-transfer-mode")
         if mode is MPTransferMode.LMCACHE_DRIVEN:
             raise ConfigError(
-                "--supported-transfer-mode lmcache_driven: this server moves no device memory; use engine_driven or auto"
+                "--supported-transfer-mode lmcache_driven: this server moves no device memory;"
+                " use engine_driven or auto"
             )
         if self.shm not in SHM_MODES:
-            raise ConfigError(f"--shm {self.shm}: expected one of {', '.join(SHM_MODES)}")
+            raise ConfigError(f"--shm {self.shm!r}: expected one of {', '.join(SHM_MODES)}")
         if self.shm_name and not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", self.shm_name):
-            raise ConfigError(f"--shm-name {self.shm_name!r}: expected 1 to 64 of the characters A-Z a-z 0-9 _ . -")
+            raise ConfigError(
+                f"--shm-name {self.shm_name!r}: expected 1 to 64 of the characters A-Z a-z 0-9 _ . -"
+            )
         if self.shm == "off" and (self.shm_name or self.shm_socket):
             raise ConfigError("--shm off: contradicts --shm-name or --shm-socket; drop one of them")
-        if len(self.shm_socket.encode()) > 100:
-            raise ConfigError(f"--shm-socket {self.shm_socket}: expected a path of at most 100 bytes (a limit of Unix sockets)")
+        if self.shm_socket == "@" or len(self.shm_socket.encode("utf-8", "surrogateescape")) > 100:
+            raise ConfigError(
+                f"--shm-socket {self.shm_socket}: expected a path, or @NAME, of at most 100 bytes"
+                " (a limit of Unix sockets)"
+            )
         if not self.session_timeout >= 5:
             raise ConfigError(f"--session-timeout {self.session_timeout:g}: expected at least 5 seconds")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -43,12 +44,16 @@ class RequestLoop:
             self._socket.bind(where)
         except zmq.ZMQError as exc:
             self.close()
-            raise StartupError(f"--port {port}: cannot bind {where} ({exc.strerror}); choose another --host or --port") from None
+            raise StartupError(
+                f"--port {port}: cannot bind {where} ({exc.strerror}); choose another --host or --port"
+            ) from None
         bound = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.port = int(bound.rpartition(":")[2])
         self.address = f"tcp://{f'[{host}]' if ':' in host else host}:{self.port}"
 
-    def run(self, service: Service, lock: threading.Lock, stop: threading.Event, sweep: Callable[[], None]) -> None:
+    def run(
+        self, service: Service, lock: threading.Lock, stop: threading.Event, sweep: Callable[[], None]
+    ) -> None:
         """Serve until ``stop`` is set, then answer what has already arrived."""
         next_sweep = time.monotonic() + _SWEEP_SECONDS
         while not stop.is_set():
@@ -73,7 +78,7 @@ class RequestLoop:
         except zmq.Again:
             return False
         except zmq.ZMQError as exc:
-            if exc.errno == zmq.EINTR or exc.errno == 4:
+            if exc.errno == errno.EINTR:
                 return False
             raise
         head: list[bytes] = []
@@ -91,7 +96,9 @@ class RequestLoop:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
             self._malformed("message", peer)
             if any(head[0]):
-                self._reply(peer, head[0], m.Error(code="malformed", message=f"message cannot be read: {exc}"), ())
+                self._reply(
+                    peer, head[0], m.Error(code="malformed", message=f"message cannot be read: {exc}"), ()
+                )
             return True
         with lock:
             reply, frames = service.handle(request, payload)

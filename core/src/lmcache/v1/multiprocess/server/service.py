@@ -1,7 +1,7 @@
 """The server's answers: one method per message, over the L1 index and the session table.
 
-Called under the server's lock; does no I/O. What goes wrong with one request is a :class:`Refused`, which becomes
-that request's error reply and touches nothing else.
+Called under the server's lock; does no I/O. What goes wrong with one request is a :class:`Refused`, which
+becomes that request's error reply and touches nothing else.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from itertools import islice
 from typing import Any
 
 import lmcache
@@ -40,7 +39,9 @@ class Refused(LMCacheError):
 class Service:
     """State and handlers. ``handle`` is the one entry."""
 
-    def __init__(self, config: ServerConfig, view: PoolView, attach: m.Attach | None, metrics: Metrics) -> None:
+    def __init__(
+        self, config: ServerConfig, view: PoolView, attach: m.Attach | None, metrics: Metrics
+    ) -> None:
         self.config = config
         self.epoch = secrets.token_hex(8)
         self.attach = attach
@@ -71,7 +72,9 @@ class Service:
             m.Clear: self._clear,
         }
 
-    def handle(self, request: m.Request, payload: Sequence[memoryview]) -> tuple[m.Reply, Sequence[memoryview]]:
+    def handle(
+        self, request: m.Request, payload: Sequence[memoryview]
+    ) -> tuple[m.Reply, Sequence[memoryview]]:
         """The reply to a request and its payload frames; a refusal or a fault of ours is an error reply."""
         try:
             reply = self._handlers[type(request)](request, payload)
@@ -81,7 +84,9 @@ class Service:
         except Exception as exc:  # one request's fault must not stop the loop that serves the others
             logger.exception("request %s failed", type(request).__name__)
             self.metrics.errors.labels("internal").inc()
-            return m.Error(code="internal", message=f"{type(request).__name__}: {type(exc).__name__}: {exc}"), ()
+            return m.Error(
+                code="internal", message=f"{type(request).__name__}: {type(exc).__name__}: {exc}"
+            ), ()
         return reply if isinstance(reply, tuple) else (reply, ())
 
     # ---- sessions
@@ -90,14 +95,17 @@ class Service:
         if not msg.protocol_min <= m.PROTOCOL or not msg.protocol_max >= m.PROTOCOL_MIN:
             raise Refused(
                 "protocol",
-                f"client speaks protocol {msg.protocol_min}..{msg.protocol_max}, this server (lmcache {self._version})"
-                f" {m.PROTOCOL_MIN}..{m.PROTOCOL}; install matching versions on both sides",
+                f"client speaks protocol {msg.protocol_min}..{msg.protocol_max},"
+                f" this server (lmcache {self._version}) {m.PROTOCOL_MIN}..{m.PROTOCOL};"
+                " install matching versions on both sides",
             )
         if msg.ranks < 1 or not 0 <= msg.rank < msg.ranks:
             raise Refused("bad_request", f"rank {msg.rank} of {msg.ranks}: expected 0 <= rank < ranks")
         engine = self.sessions.engines.get(msg.engine)
         if engine is not None and engine.ranks != msg.ranks:
-            raise Refused("bad_request", f"engine {msg.engine}: {msg.ranks} ranks, but it opened with {engine.ranks}")
+            raise Refused(
+                "bad_request", f"engine {msg.engine}: {msg.ranks} ranks, but it opened with {engine.ranks}"
+            )
         session = self.sessions.open(msg.role, msg.engine, msg.rank, msg.ranks, msg.client)
         return m.Welcome(
             protocol=min(m.PROTOCOL, msg.protocol_max),
@@ -117,24 +125,45 @@ class Service:
         if session is not None:
             session.seen = time.monotonic()
         return m.Pong(
-            epoch=self.epoch, known=session is not None, chunk_size=self.config.chunk_size, version=self._version
+            epoch=self.epoch,
+            known=session is not None,
+            chunk_size=self.config.chunk_size,
+            version=self._version,
         )
 
     def _register(self, msg: m.Register, _: object) -> m.Reply:
         session = self._session(msg.session)
         engine = self._engine(session)
+        if session.role != "worker" or not msg.namespaces:
+            raise Refused(
+                "bad_request",
+                f"{session.role} with {len(msg.namespaces)} KV groups: expected a worker with one or more",
+            )
         for ns in msg.namespaces:
             if ns.block_size < 1 or ns.chunk_size != self.config.chunk_size or ns.chunk_size % ns.block_size:
                 raise Refused(
                     "chunk_size",
-                    f"chunk size {self.config.chunk_size}: not a multiple of the engine's block size {ns.block_size};"
-                    " start the server with a --chunk-size that is",
+                    f"chunk size {self.config.chunk_size}: not a multiple of the engine's block size"
+                    f" {ns.block_size}; start the server with a --chunk-size that is",
                 )
             if not ns.page_bytes or min(ns.page_bytes) < 1 or ns.object_bytes > _MAX_OBJECT_BYTES:
-                raise Refused("bad_request", f"pages of {ns.page_bytes} bytes: expected positive sizes below {_MAX_OBJECT_BYTES}")
+                raise Refused(
+                    "bad_request",
+                    f"pages of {ns.page_bytes} bytes: expected positive sizes below {_MAX_OBJECT_BYTES}",
+                )
         if msg.mapped and not session.mapped:
-            raise Refused("not_attached", "registered as mapping the pool, but holds no descriptor of it; attach first")
-        engine.namespaces[session.rank] = [(ns.digest(), ns) for ns in msg.namespaces]
+            raise Refused(
+                "not_attached", "registered as mapping the pool, but holds no descriptor of it; attach first"
+            )
+        namespaces = [(ns.digest(), ns) for ns in msg.namespaces]
+        if engine.namespaces.get(session.rank, namespaces) != namespaces and self.sessions.peers(session):
+            # What one of them looked up would otherwise be read as the layout of the other.
+            raise Refused(
+                "bad_request",
+                f"engine {session.engine} rank {session.rank}: a live client registered it with another"
+                " model or layout; give each engine an engine_id of its own",
+            )
+        engine.namespaces[session.rank] = namespaces
         self._known.update(engine.namespaces[session.rank])
         logger.info(
             "engine %s rank %d/%d registered: %s, %d KV group(s), %s",
@@ -148,41 +177,55 @@ class Service:
     def _lookup(self, msg: m.Lookup, _: object) -> m.Reply:
         session = self._session(msg.session)
         engine = self._engine(session)
-        chain = session.hashes.setdefault(msg.request, [])
-        if msg.known > len(chain):
-            raise Refused("unknown_request", f"request {msg.request}: {len(chain)} chunk digests known, not {msg.known}")
+        chain = session.hashes.get(msg.request, [])
+        if not 0 <= msg.known <= len(chain):
+            raise Refused(
+                "unknown_request", f"request {msg.request}: {len(chain)} chunk digests known, not {msg.known}"
+            )
+        if msg.start < 0:
+            raise Refused("bad_request", f"lookup from chunk {msg.start}: expected 0 or more")
         chain[msg.known :] = self._hashes(msg.hashes)
+        session.hashes[msg.request] = chain
         self.metrics.lookups.inc()
         self.metrics.lookup_tokens.inc(max(0, len(chain) - msg.start) * self.config.chunk_size)
         if not engine.complete:
             return m.Found(epoch=self.epoch, chunks=0)
-        groups = [(rank, ns) for rank in range(engine.ranks) for ns, _ in engine.namespaces[rank]]
-        columns = [[object_key(ns, h) for h in islice(chain, msg.start, None)] for _, ns in groups]
-        chunks = self.l1.prefix_length(zip(*columns, strict=True)) if groups else 0
+        columns = engine.columns(chain[msg.start :])
+        chunks = self.l1.prefix_length(zip(*(c for mine in columns.values() for c in mine), strict=True))
         if not chunks:
             return m.Found(epoch=self.epoch, chunks=0)
-        keys: dict[int, list[bytes]] = {}
-        for (rank, _), column in zip(groups, columns, strict=True):
-            keys.setdefault(rank, []).extend(column[:chunks])
+        hit = {rank: [column[:chunks] for column in mine] for rank, mine in columns.items()}
         try:
-            shares = self.l1.pin(session.engine, msg.lease, session.id, msg.request, keys)
+            held = self.l1.pin(session.engine, msg.lease, session.id, msg.request, hit)
         except KeyError:
-            raise Refused("lease_gone", f"lease {msg.lease}: given back before, or in use; take a new id") from None
+            raise Refused(
+                "lease_gone", f"lease {msg.lease}: given back before, or in use; take a new id"
+            ) from None
         self.metrics.hit_tokens.inc(chunks * self.config.chunk_size)
-        slots = []
-        for rank in range(engine.ranks):
-            flat = [word for entry in shares[rank] for word in (entry.offset, entry.generation)]
-            slots.append([flat[at : at + 2 * chunks] for at in range(0, len(flat), 2 * chunks)])
+        slots = [
+            [[word for entry in column for word in (entry.offset, entry.generation)] for column in held[rank]]
+            for rank in range(engine.ranks)
+        ]
         return m.Found(epoch=self.epoch, chunks=chunks, slots=slots)
 
     def _read(self, msg: m.Read, _: object) -> tuple[m.Reply, Sequence[memoryview]]:
         session = self._session(msg.session)
         share = self.l1.read_share(session.engine, msg.lease, session.rank)
         if not 0 <= msg.index < len(share):
-            raise Refused("lease_gone", f"lease {msg.lease}: rank {session.rank} holds {len(share)} objects, not number {msg.index}")
+            raise Refused(
+                "lease_gone",
+                f"lease {msg.lease}: rank {session.rank} holds {len(share)} objects, not number {msg.index}",
+            )
         entry = share[msg.index]
-        if msg.offset < 0 or msg.length < 1 or msg.length > m.PIECE_BYTES or msg.offset + msg.length > entry.size:
-            raise Refused("bad_request", f"read of {msg.length} bytes at {msg.offset}: the object has {entry.size}")
+        if (
+            msg.offset < 0
+            or msg.length < 1
+            or msg.length > m.PIECE_BYTES
+            or msg.offset + msg.length > entry.size
+        ):
+            raise Refused(
+                "bad_request", f"read of {msg.length} bytes at {msg.offset}: the object has {entry.size}"
+            )
         start = entry.offset + msg.offset
         self.metrics.read_bytes.inc(msg.length)
         return m.Ok(), (self._view.data[start : start + msg.length],)
@@ -195,8 +238,12 @@ class Service:
 
     def _end_request(self, msg: m.EndRequest, _: object) -> m.Reply:
         session = self._session(msg.session)
+        engine = self._engine(session)
         for request in msg.requests:
-            session.hashes.pop(request, None)
+            # It was stored in parts, first chunks first, and maybe looked up in part: now its prefix is one
+            # again.
+            columns = engine.columns(session.hashes.pop(request, []))
+            self.l1.touch([column for mine in columns.values() for column in mine])
             self.l1.drop_request(session.engine, request)
         return m.Ok()
 
@@ -207,28 +254,38 @@ class Service:
         namespaces = self._engine(session).namespaces.get(session.rank)
         if namespaces is None or len(namespaces) != len(msg.hashes):
             have = "none" if namespaces is None else str(len(namespaces))
-            raise Refused("unregistered", f"reserve for {len(msg.hashes)} KV groups: rank {session.rank} registered {have}")
-        columns = [self._hashes(joined) for joined in msg.hashes]
-        wanted = [
-            (object_key(digest, chunk), ns.object_bytes)
-            for (digest, ns), column in zip(namespaces, columns, strict=True)
-            for chunk in column
+            raise Refused(
+                "unregistered",
+                f"reserve for {len(msg.hashes)} KV groups: rank {session.rank} registered {have}",
+            )
+        columns = [
+            [(object_key(digest, chunk), ns.object_bytes) for chunk in self._hashes(joined)]
+            for (digest, ns), joined in zip(namespaces, msg.hashes, strict=True)
         ]
         try:
-            slots = iter(self.l1.reserve(session.id, msg.lease, wanted, session.mapped))
+            slots = self.l1.reserve(session.id, msg.lease, columns, session.mapped)
         except KeyError:
-            raise Refused("lease_gone", f"lease {msg.lease}: given back before, or in use; take a new id") from None
-        flat = [[word for slot in islice(slots, len(column)) for word in slot] for column in columns]
-        return m.Reserved(epoch=self.epoch, slots=flat)
+            raise Refused(
+                "lease_gone", f"lease {msg.lease}: given back before, or in use; take a new id"
+            ) from None
+        return m.Reserved(
+            epoch=self.epoch, slots=[[word for slot in column for word in slot] for column in slots]
+        )
 
     def _write(self, msg: m.Write, payload: Sequence[memoryview]) -> m.Reply:
         session = self._session(msg.session)
         items = self._owned(session, msg.lease)
         if not 0 <= msg.index < len(items) or len(payload) != 1:
-            raise Refused("bad_request", f"write to reservation {msg.index} with {len(payload)} payload frames: the lease holds {len(items)}")
+            raise Refused(
+                "bad_request",
+                f"write to reservation {msg.index} with {len(payload)} payload frames:"
+                f" the lease holds {len(items)}",
+            )
         item, data = items[msg.index], payload[0]
         if msg.offset < 0 or msg.offset + len(data) > item.size:
-            raise Refused("bad_request", f"write of {len(data)} bytes at {msg.offset}: the reservation has {item.size}")
+            raise Refused(
+                "bad_request", f"write of {len(data)} bytes at {msg.offset}: the reservation has {item.size}"
+            )
         start = item.offset + msg.offset
         self._view.data[start : start + len(data)] = data
         self.metrics.written_bytes.inc(len(data))
@@ -322,12 +379,17 @@ class Service:
         self.l1.drop_session(ident, dead=True)
         if session.role == "worker":
             self.l1.drop_rank(session.engine, session.rank)
-        logger.info("session of engine %s %s rank %d closed", session.engine or "-", session.role, session.rank)
+        logger.info(
+            "session of engine %s %s rank %d closed", session.engine or "-", session.role, session.rank
+        )
 
     def _session(self, ident: str) -> Session:
         session = self.sessions.by_id.get(ident)
         if session is None:
-            raise Refused("unknown_session", "session unknown: the server was restarted or the session expired; say hello again")
+            raise Refused(
+                "unknown_session",
+                "session unknown: the server was restarted or the session expired; say hello again",
+            )
         session.seen = time.monotonic()
         return session
 

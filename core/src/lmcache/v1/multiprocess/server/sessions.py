@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from lmcache.v1.keys import Namespace
+from lmcache.v1.keys import Namespace, object_key
 from lmcache.v1.protocol.messages import Role
 
 
@@ -38,6 +39,13 @@ class Engine:
         """All ranks have registered, so a hit can be a hit for every one of them."""
         return len(self.namespaces) == self.ranks
 
+    def columns(self, hashes: Sequence[bytes]) -> dict[int, list[list[bytes]]]:
+        """Per rank and KV group, the keys of the objects that a chain of chunks is stored as."""
+        return {
+            rank: [[object_key(namespace, chunk) for chunk in hashes] for namespace, _ in groups]
+            for rank, groups in self.namespaces.items()
+        }
+
 
 class Sessions:
     """The table of sessions and engines. The server's lock guards it."""
@@ -58,13 +66,21 @@ class Sessions:
         session = self.by_id.pop(ident, None)
         if session is None or not session.engine:
             return session
-        others = [s for s in self.by_id.values() if s.engine == session.engine]
         engine = self.engines.get(session.engine)
-        if engine is not None and session.role == "worker" and not any(s.rank == session.rank and s.role == "worker" for s in others):
+        if engine is not None and session.role == "worker" and not self.peers(session):
             engine.namespaces.pop(session.rank, None)
-        if not others:
+        if not any(s.engine == session.engine for s in self.by_id.values()):
             self.engines.pop(session.engine, None)
         return session
+
+    def peers(self, session: Session) -> list[Session]:
+        """Other worker sessions of the same engine and rank: a stand-in to come, or a namesake."""
+        place = (session.engine, session.rank)
+        return [
+            s
+            for s in self.by_id.values()
+            if s.role == "worker" and s.id != session.id and (s.engine, s.rank) == place
+        ]
 
     def silent_since(self, limit: float) -> list[Session]:
         """Sessions not heard of since ``limit`` (monotonic seconds)."""

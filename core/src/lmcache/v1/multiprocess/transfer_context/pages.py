@@ -1,7 +1,8 @@
 """An engine's paged KV as opaque pages, and the copies between pages and stored chunks.
 
-A page is one layer of one block. A stored chunk is its pages in layer-major order: for each layer, the chunk's
-blocks in sequence. Consecutive blocks of a layer are therefore one run on both sides if the engine's pages touch.
+A page is one layer of one block. A stored chunk is its pages in layer-major order: for each layer, the
+chunk's blocks in sequence. Consecutive blocks of a layer are therefore one run on both sides if the engine's
+pages touch.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ Direction = Literal["store", "load"]
 
 
 class PageRun(NamedTuple):
-    """``count`` consecutive blocks from ``block`` on, of layer ``layer``, at ``offset`` within the chunk."""
+    """``blocks`` consecutive blocks from ``block`` on, of layer ``layer``, at ``offset`` within the chunk."""
 
     layer: int
     block: int
-    count: int
+    blocks: int
     offset: int
 
 
@@ -32,8 +33,9 @@ class PageRun(NamedTuple):
 class KVGroupPages:
     """One KV cache group of one worker.
 
-    ``tensors[i]`` is layer ``i``'s cache with blocks along dimension 0; ``addresses`` and ``strides`` (bytes from
-    a block to the next) describe the same memory. ``null_block`` is an id whose page holds nothing (vLLM: 0).
+    ``tensors[i]`` is layer ``i``'s cache with blocks along dimension 0; ``addresses`` and ``strides`` (bytes
+    from a block to the next) describe the same memory. ``null_block`` is an id whose page holds nothing
+    (vLLM: 0).
     """
 
     namespace: Namespace
@@ -72,8 +74,11 @@ class KVGroupPages:
         return out
 
 
-def copy_pages(group: KVGroupPages, direction: Direction, jobs: Sequence[tuple[int, memoryview, list[PageRun]]]) -> None:
-    """Copy page runs between the engine's pages and chunks in host memory; returns when the bytes are in place.
+def copy_pages(
+    group: KVGroupPages, direction: Direction, jobs: Sequence[tuple[int, memoryview, list[PageRun]]]
+) -> None:
+    """Copy page runs between the engine's pages and chunks in host memory; returns when the bytes are in
+    place.
 
     Args:
         jobs: per chunk the address of its first byte, the same bytes as a writable view, and its page runs.
@@ -84,7 +89,9 @@ def copy_pages(group: KVGroupPages, direction: Direction, jobs: Sequence[tuple[i
         _copy_device(group, direction, jobs)
 
 
-def _copy_host(group: KVGroupPages, direction: Direction, jobs: Sequence[tuple[int, memoryview, list[PageRun]]]) -> None:
+def _copy_host(
+    group: KVGroupPages, direction: Direction, jobs: Sequence[tuple[int, memoryview, list[PageRun]]]
+) -> None:
     sizes, addresses, strides = group.namespace.page_bytes, group.addresses, group.strides
     runs = [
         (address + offset, addresses[layer] + block * strides[layer], count * sizes[layer])
@@ -97,7 +104,9 @@ def _copy_host(group: KVGroupPages, direction: Direction, jobs: Sequence[tuple[i
         copy_runs([Run(page, host, size) for host, page, size in runs])
 
 
-def _copy_device(group: KVGroupPages, direction: Direction, jobs: Sequence[tuple[int, memoryview, list[PageRun]]]) -> None:
+def _copy_device(
+    group: KVGroupPages, direction: Direction, jobs: Sequence[tuple[int, memoryview, list[PageRun]]]
+) -> None:
     """The portable path for accelerators: torch copies on the current stream, then waits for that device."""
     import torch
 

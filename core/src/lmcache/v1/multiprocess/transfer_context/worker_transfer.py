@@ -1,8 +1,8 @@
 """Engine-driven transfer: the worker copies pages itself, into and out of the server's pool.
 
-Where the pool can be mapped, a store is reserve, copy, commit (two round trips) and a load is copy, release (none
-that is waited for). Where it cannot, the same messages carry the payload in frames. Which of the two is decided once
-per session and shows in the server's status.
+Where the pool can be mapped, a store is reserve, copy, commit (two round trips) and a load is copy, release
+(none that is waited for). Where it cannot, the same messages carry the payload in frames. Which of the two is
+decided once per session and shows in the server's status.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import msgspec
 
@@ -19,6 +20,7 @@ from lmcache.v1.multiprocess.client import CacheClient, ClientOptions
 from lmcache.v1.multiprocess.transfer_context.pages import KVGroupPages, PageRun, copy_pages
 from lmcache.v1.platform.base.device_spec import MPTransferMode
 from lmcache.v1.protocol import messages as m
+from lmcache.v1.protocol.channel import expect
 from lmcache.v1.storage.shm_pool import PoolView
 
 logger = init_logger(__name__)
@@ -37,8 +39,8 @@ class StoreItem:
 class LoadItem:
     """Chunks to load under a read lease. ``slots[group]`` is flat (offset, generation) as the lookup gave it.
 
-    ``blocks[group]`` are the block ids of all chunks in order, of which the first ``skip_blocks[group]`` are not
-    written (the engine holds them already).
+    ``blocks[group]`` are the block ids of all chunks in order, of which the first ``skip_blocks[group]`` are
+    not written (the engine holds them already).
     """
 
     request: str
@@ -61,14 +63,28 @@ class TransferCounters:
     dropped_stores: int = 0
 
 
+class Binding(NamedTuple):
+    """What a session moves bytes with. Replaced as a whole, so that no transfer mixes two servers."""
+
+    session: str
+    epoch: str
+    groups: list[KVGroupPages]
+    pool: PoolView | None
+
+
 class EngineDrivenTransferContext:
     """Stores and loads pages of one worker.
 
     Args:
         address, engine, rank, ranks, options: see :class:`CacheClient`.
-        groups: the worker's KV groups, in the engine's order. The chunk size in their namespaces is the server's to
+        groups: the worker's KV groups, in the engine's order. The chunk size in their namespaces is the
+        server's to
             say; it is filled in whenever a session opens.
-        stores: False for a rank whose KV another rank stores (replicated KV such as MLA under tensor parallelism).
+        stores: False for a rank whose KV another rank stores (replicated KV such as MLA under tensor
+        parallelism).
+
+    An engine whose pages do not stay in one place gives their place with each transfer (``pages``): groups
+    made of those in ``self.groups``, equal in all but addresses, strides, tensors and number of blocks.
     """
 
     mode = MPTransferMode.ENGINE_DRIVEN
@@ -83,7 +99,7 @@ class EngineDrivenTransferContext:
         options: ClientOptions | None = None,
         stores: bool = True,
     ) -> None:
-        self.groups = list(groups)
+        self._bound = Binding("", "", list(groups), None)
         self.counters = TransferCounters()
         self._stores = stores
         self.client = CacheClient(address, "worker", engine, rank, ranks, options, on_open=self._register)
@@ -97,15 +113,20 @@ class EngineDrivenTransferContext:
         self.client.close()
 
     @property
+    def groups(self) -> list[KVGroupPages]:
+        """The KV groups, with the chunk size of the server that was seen last."""
+        return self._bound.groups
+
+    @property
     def path(self) -> str:
-        """"shared_memory", "frames", or "down" while there is no session."""
+        """ "shared_memory", "frames", or "down" while there is no session."""
         if not self.client.up:
             return "down"
-        return "shared_memory" if self._pool() is not None else "frames"
+        return "shared_memory" if self._bound.pool is not None else "frames"
 
     # ---- store
 
-    def store(self, items: Sequence[StoreItem]) -> int:
+    def store(self, items: Sequence[StoreItem], pages: Sequence[KVGroupPages] | None = None) -> int:
         """Store chunks; those that the server holds already, or has no room for, are passed over.
 
         Returns:
@@ -113,25 +134,29 @@ class EngineDrivenTransferContext:
         """
         if not self._stores or not items or not self.client.up:
             return 0
-        groups = self.groups
-        wanted = _wanted(groups, items)
+        bound = self._bound
+        wanted = _wanted(bound.groups, items)
         if not any(wanted):
             return 0
         lease = self.client.new_lease()
         try:
-            return self._store(groups, wanted, lease)
-        except LMCacheError as exc:
+            return self._store(bound, _placed(bound.groups, pages), wanted, lease)
+        except (LMCacheError, ValueError) as exc:
             self.counters.dropped_stores += sum(len(w) for w in wanted)
             warn_once(logger, f"store:{type(exc).__name__}", "store dropped: %s", exc)
-            self.client.post(m.Abort(session=self.client.session, leases=[lease]))
+            self.client.post(m.Abort(session=bound.session, leases=[lease]))
             return 0
 
-    def _store(self, groups: Sequence[KVGroupPages], wanted: list[dict[bytes, list[int]]], lease: int) -> int:
-        session, pool = self.client.session, self._pool()
+    def _store(
+        self, bound: Binding, groups: Sequence[KVGroupPages], wanted: list[dict[bytes, list[int]]], lease: int
+    ) -> int:
+        session, pool = bound.session, bound.pool
         request = m.Reserve(session=session, lease=lease, hashes=[b"".join(w) for w in wanted])
-        reply, _ = self.client.call(request)
-        assert isinstance(reply, m.Reserved)
-        index = 0
+        reply = expect(m.Reserved, self.client.call(request)[0])
+        if [len(slots) for slots in reply.slots] != [2 * len(w) for w in wanted]:
+            want = [len(w) for w in wanted]
+            raise LMCacheError(f"reserve: expected slots of {want} chunks, the server answers {reply.slots}")
+        index = nbytes = 0
         for group, chunks, slots in zip(groups, wanted, reply.slots, strict=True):
             jobs = []
             for blocks, offset in zip(chunks.values(), slots[::2], strict=True):
@@ -140,61 +165,74 @@ class EngineDrivenTransferContext:
                 if pool is not None:
                     jobs.append((*_at(pool, offset, group), group.runs(blocks)))
                 else:
-                    self._write_frames(group, lease, index, group.runs(blocks))
+                    self._write_frames(session, group, lease, index, group.runs(blocks))
                 index += 1
             if jobs:
                 copy_pages(group, "store", jobs)
-            self.counters.stored_bytes += sum(o >= 0 for o in slots[::2]) * group.namespace.object_bytes
+            nbytes += sum(o >= 0 for o in slots[::2]) * group.namespace.object_bytes
         if not index:
             self.client.post(m.Abort(session=session, leases=[lease]))
             return 0
-        done, _ = self.client.call(m.Commit(session=session, lease=lease, indexes=list(range(index))))
-        assert isinstance(done, m.Ok)
+        done = expect(
+            m.Ok, self.client.call(m.Commit(session=session, lease=lease, indexes=list(range(index))))[0]
+        )
         self.counters.stored_chunks += done.count
+        self.counters.stored_bytes += nbytes
         return done.count
 
-    def _write_frames(self, group: KVGroupPages, lease: int, index: int, runs: list[PageRun]) -> None:
+    def _write_frames(
+        self, session: str, group: KVGroupPages, lease: int, index: int, runs: list[PageRun]
+    ) -> None:
         view, address = _buffer(group.namespace.object_bytes)
         copy_pages(group, "store", [(address, view, runs)])
         for offset in range(0, len(view), m.PIECE_BYTES):
             piece = view[offset : offset + m.PIECE_BYTES]
-            message = m.Write(session=self.client.session, lease=lease, index=index, offset=offset)
+            message = m.Write(session=session, lease=lease, index=index, offset=offset)
             self.client.call(message, len(piece), [piece])
 
     # ---- load
 
-    def load(self, items: Sequence[LoadItem]) -> list[LoadItem]:
+    def load(self, items: Sequence[LoadItem], pages: Sequence[KVGroupPages] | None = None) -> list[LoadItem]:
         """Fill the engine's pages from the cache and release the leases.
 
         Returns:
             The items that failed; of such an item no page may be trusted. Never raises.
         """
         failed = []
+        bound = self._bound
         for item in items:
             try:
-                self._load(item)
+                self._load(bound, _placed(bound.groups, pages), item)
             except (LMCacheError, ValueError) as exc:
-                logger.warning("request %s: load failed, its tokens are to be recomputed: %s", item.request, exc)
+                logger.warning(
+                    "request %s: load failed, its tokens are to be recomputed: %s", item.request, exc
+                )
                 self.counters.failed_loads += 1
                 failed.append(item)
-            self.client.post(m.Release(session=self.client.session, leases=[item.lease]))
+            self.client.post(m.Release(session=bound.session, leases=[item.lease]))
         return failed
 
-    def _load(self, item: LoadItem) -> None:
-        pool = self._pool()
-        if pool is not None and self.client.welcome is not None and self.client.welcome.epoch != item.epoch:
+    def _load(self, bound: Binding, groups: Sequence[KVGroupPages], item: LoadItem) -> None:
+        pool = bound.pool
+        if bound.epoch != item.epoch:
             raise LMCacheError("the server was restarted since the lookup")
         first = 0
-        for group, blocks, slots, skip in zip(self.groups, item.blocks, item.slots, item.skip_blocks, strict=True):
+        for group, blocks, slots, skip in zip(groups, item.blocks, item.slots, item.skip_blocks, strict=True):
             jobs, checks = [], []
             per_chunk = group.namespace.blocks_per_chunk
+            if len(blocks) * 2 != len(slots) * per_chunk:
+                raise LMCacheError(
+                    f"{len(slots) // 2} chunks of {per_chunk} blocks for {len(blocks)} blocks of the engine"
+                )
             for i in range(len(slots) // 2):
-                runs = group.runs(blocks[i * per_chunk : (i + 1) * per_chunk], min(per_chunk, max(0, skip - i * per_chunk)))
+                runs = group.runs(
+                    blocks[i * per_chunk : (i + 1) * per_chunk], min(per_chunk, max(0, skip - i * per_chunk))
+                )
                 if not runs:
                     continue
                 offset, generation = slots[2 * i : 2 * i + 2]
                 if pool is None:
-                    view, address = self._read_frames(group, item.lease, first + i)
+                    view, address = self._read_frames(bound.session, group, item.lease, first + i)
                     jobs.append((address, view, runs))
                 else:
                     jobs.append((*_at(pool, offset, group), runs))
@@ -208,11 +246,13 @@ class EngineDrivenTransferContext:
             self.counters.loaded_chunks += len(jobs)
             self.counters.loaded_bytes += len(jobs) * group.namespace.object_bytes
 
-    def _read_frames(self, group: KVGroupPages, lease: int, index: int) -> tuple[memoryview, int]:
+    def _read_frames(
+        self, session: str, group: KVGroupPages, lease: int, index: int
+    ) -> tuple[memoryview, int]:
         view, address = _buffer(group.namespace.object_bytes)
         for offset in range(0, len(view), m.PIECE_BYTES):
             length = min(m.PIECE_BYTES, len(view) - offset)
-            message = m.Read(session=self.client.session, lease=lease, index=index, offset=offset, length=length)
+            message = m.Read(session=session, lease=lease, index=index, offset=offset, length=length)
             _, frames = self.client.call(message, length)
             if len(frames) != 1 or len(frames[0]) != length:
                 raise LMCacheError(f"read of {length} bytes: the reply carries {[len(f) for f in frames]}")
@@ -222,19 +262,17 @@ class EngineDrivenTransferContext:
     # ---- session
 
     def _register(self, client: CacheClient) -> None:
-        mapped = client.attachment is not None and client.attachment.pool is not None
-        assert client.welcome is not None
-        chunk_size = client.welcome.chunk_size
-        self.groups = [
-            replace(group, namespace=msgspec.structs.replace(group.namespace, chunk_size=chunk_size))
+        pool = client.attachment.pool if client.attachment is not None else None
+        welcome = client.welcome
+        if welcome is None:
+            raise LMCacheError("register before hello")
+        groups = [
+            replace(group, namespace=msgspec.structs.replace(group.namespace, chunk_size=welcome.chunk_size))
             for group in self.groups
         ]
-        namespaces = [group.namespace for group in self.groups]
-        client.register(m.Register(session=client.session, namespaces=namespaces, mapped=mapped))
-
-    def _pool(self) -> PoolView | None:
-        attachment = self.client.attachment
-        return attachment.pool if attachment is not None else None
+        namespaces = [group.namespace for group in groups]
+        client.register(m.Register(session=client.session, namespaces=namespaces, mapped=pool is not None))
+        self._bound = Binding(client.session, welcome.epoch, groups, pool)
 
 
 class LMCacheDrivenTransferContext:
@@ -244,12 +282,14 @@ class LMCacheDrivenTransferContext:
 
     def __init__(self, *_: object, **__: object) -> None:
         raise ValueError(
-            "transfer mode lmcache_driven: required platform capability checks failed (no tensor IPC wrapper, event IPC"
-            " or cache context here); use engine_driven or auto"
+            "transfer mode lmcache_driven: required platform capability checks failed (no tensor IPC wrapper,"
+            " event IPC or cache context here); use engine_driven or auto"
         )
 
 
-def create_transfer_context(mode: MPTransferMode | str, *args: object, **kwargs: object) -> EngineDrivenTransferContext:
+def create_transfer_context(
+    mode: MPTransferMode | str, *args: object, **kwargs: object
+) -> EngineDrivenTransferContext:
     """The transfer context for a mode; the other arguments are :class:`EngineDrivenTransferContext`'s.
 
     Raises:
@@ -276,6 +316,15 @@ def _wanted(groups: Sequence[KVGroupPages], items: Sequence[StoreItem]) -> list[
     return wanted
 
 
+def _placed(groups: Sequence[KVGroupPages], pages: Sequence[KVGroupPages] | None) -> Sequence[KVGroupPages]:
+    """The groups where ``pages`` says that they are; as registered if it says nothing."""
+    if pages is None:
+        return groups
+    if [p.namespace for p in pages] != [g.namespace for g in groups]:
+        raise LMCacheError("the server came back with another chunk size while the pages were laid out")
+    return pages
+
+
 def _at(pool: PoolView, offset: int, group: KVGroupPages) -> tuple[int, memoryview]:
     size = group.namespace.object_bytes
     if offset < 0 or offset + size > pool.data_bytes:
@@ -292,4 +341,3 @@ def _check(pool: PoolView, checks: Sequence[tuple[int, int]]) -> None:
 def _buffer(size: int) -> tuple[memoryview, int]:
     raw = bytearray(size)
     return memoryview(raw), ctypes.addressof(ctypes.c_char.from_buffer(raw))
-

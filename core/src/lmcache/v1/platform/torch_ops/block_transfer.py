@@ -59,8 +59,8 @@ def multi_layer_block_kv_transfer(
 ) -> None:
     """Copy whole blocks between paged KV tensors and chunk objects; see ``DeviceOps`` for the contract.
 
-    Serves every row that has a block axis, with tensors as operands. On a device the copies are queued on
-    the current stream.
+    Serves every row that has a block axis, with tensors as operands; ``device`` is read off them. On a device
+    the copies are queued on the current stream.
     """
     way = TransferDirection(int(direction))
     row = kv_format(engine_kv_format)
@@ -70,11 +70,12 @@ def multi_layer_block_kv_transfer(
     parts = _parts(paged, row)
     _check_desc(row, parts, shape_desc)
     _check_ids(spans, parts)
-    for span in spans:
-        chunk = _chunk_view(objects[span.index], row, shape_desc, parts[0].dtype, span)
-        indices = None if _by_runs(span.ids) else _index_tensor(span.ids, device)
+    # All is checked before anything moves: a refused transfer leaves both sides as they were.
+    chunks = [_chunk_view(objects[span.index], row, shape_desc, parts[0].dtype, span) for span in spans]
+    for span, chunk in zip(spans, chunks, strict=True):
+        runs = list(_runs(span.ids))
         for part in parts:
-            _copy(part, chunk, span, indices, way)
+            _copy(part, chunk, runs, way)
 
 
 def _spans(ids: list[int], chunk_size: int, block_size: int, skip: int, num_objects: int) -> list[_Span]:
@@ -212,20 +213,12 @@ def _chunk_view(
     return whole.narrow(2, start, stop - start).view(row.kv_size, desc.nl, len(span.ids), desc.bs, hidden)
 
 
-def _copy(
-    part: _Part, chunk: torch.Tensor, span: _Span, indices: torch.Tensor | None, way: TransferDirection
-) -> None:
-    """Move one part of one object, along runs of consecutive ids or, where there are few, by index."""
+def _copy(part: _Part, chunk: torch.Tensor, runs: list[tuple[int, int, int]], way: TransferDirection) -> None:
+    """Move one part of one object, one copy per run of consecutive blocks."""
     planes, _, _, heads, width = part.pages.shape
     mine = chunk[part.kv : part.kv + planes, part.layer]
     mine = mine.narrow(-1, part.column, heads * width).view(*mine.shape[:-1], heads, width)
-    if indices is not None:
-        if way is TransferDirection.D2H:
-            mine.copy_(part.pages.index_select(1, indices))
-        else:
-            part.pages.index_copy_(1, indices, mine.to(part.pages.device))
-        return
-    for position, block, count in _runs(span.ids):
+    for position, block, count in runs:
         pages, slots = part.pages.narrow(1, block, count), mine.narrow(1, position, count)
         if way is TransferDirection.D2H:
             slots.copy_(pages)
@@ -242,17 +235,6 @@ def _runs(ids: list[int]) -> Iterator[tuple[int, int, int]]:
             start = at
 
 
-def _by_runs(ids: list[int]) -> bool:
-    """Whether copying run by run beats an index: at least two blocks per run, or few blocks."""
-    return len(ids) <= 4 or 2 * sum(1 for _ in _runs(ids)) <= len(ids)
-
-
 def _as_ids(block_ids: Any) -> list[int]:
     ids = block_ids.tolist() if hasattr(block_ids, "tolist") else list(block_ids)
     return [int(i) for i in ids]
-
-
-def _index_tensor(ids: list[int], device: Any) -> torch.Tensor:
-    import torch
-
-    return torch.tensor(ids, dtype=torch.int64, device=device)
