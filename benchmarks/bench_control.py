@@ -1,9 +1,10 @@
 """What a request costs before any payload moves: lookups, round trips, and the server's own footprint.
 
 * lookup of 512 chained chunks, with hashing, from a list of 131,072 token ids: all stored, and none
-* a round trip (Ping) through the client, beside a bare ZeroMQ DEALER and ROUTER in two processes with frames of the
-  same sizes
-* the server's memory without L1, its time from spawn to ready without that of reserving L1, and `lmcache --help`
+* a round trip (Ping) through the client, beside a bare ZeroMQ DEALER and ROUTER in two processes with frames
+  of the same sizes
+* the server's memory without L1, its time from spawn to ready without that of reserving L1, and
+  `lmcache --help`
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import zmq
-from common import HERE, Report, alternate, median, parser, process_memory, table, timed
-from helpers.server import COMMAND, RunningServer, running_server
+from harness import HERE, Report, alternate, median, parser, process_memory, table, timed
 
+from helpers.server import COMMAND, RunningServer, running_server
 from lmcache.v1.keys import Namespace, Scope, chunk_hashes
 from lmcache.v1.multiprocess.client import CacheClient, ClientOptions
 from lmcache.v1.protocol import messages as m
@@ -86,7 +87,9 @@ class Lookups:
 
         seconds = timed(work)
         if not isinstance(answers[0], m.Found) or answers[0].chunks != expected:
-            raise SystemExit(f"lookup of {CHUNKS} chunks: expected {expected}, the server answers {answers[0]}")
+            raise SystemExit(
+                f"lookup of {CHUNKS} chunks: expected {expected}, the server answers {answers[0]}"
+            )
         client.call(m.EndRequest(session=client.session, requests=[name]))
         return seconds
 
@@ -122,7 +125,8 @@ def echo(reply_bytes: int) -> Iterator[zmq.Socket[bytes]]:
     """A plain DEALER socket with a plain ROUTER process behind it."""
     command = [sys.executable, str(HERE / "echo_server.py"), str(reply_bytes)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdin is not None
         with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
             socket.linger = 0
             socket.rcvtimeo = 10_000
@@ -148,7 +152,8 @@ def bench_round_trip(client: CacheClient, repeats: int, report: Report) -> None:
     print()
     table((f"round trip, frames 8+{sizes[0]} and 8+{sizes[1]} bytes", "median us", "least us"), rows)
     report.data["round_trip"] = {
-        name: {"median": median(values), "least": min(values), "count": len(values)} for name, values in seconds.items()
+        name: {"median": median(values), "least": min(values), "count": len(values)}
+        for name, values in seconds.items()
     }
     bare_median, ours = (median(values) for values in seconds.values())
     report.goal("round trip / bare ZeroMQ", ours / bare_median, "<=", 1.5)
@@ -175,7 +180,9 @@ def bench_start(repeats: int, report: Report) -> None:
         whole = timed(start)
         starts.append((whole, float(entered["server"].ready["reserve_seconds"])))
         entered["context"].__exit__(None, None, None)
-    helps = [timed(lambda: subprocess.run([*COMMAND, "--help"], capture_output=True, check=True)) for _ in range(5)]
+    helps = [
+        timed(lambda: subprocess.run([*COMMAND, "--help"], capture_output=True, check=True)) for _ in range(5)
+    ]
     bare = [timed(lambda: subprocess.run([sys.executable, "-c", ""], check=True)) for _ in range(5)]
     own = median(whole - reserve for whole, reserve in starts)
     print(

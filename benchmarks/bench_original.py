@@ -1,9 +1,10 @@
 """Beside LMCache 0.5.6: store, load and whole requests of the same vLLM, model and prompts.
 
-Four engines run at once, each with a server of its own, and take turns prompt by prompt: this tree's lmcache with
-shared memory and with payload in frames, 0.5.6 with shared memory (`--shm-name`) and as it is by default. A prompt is
-sent twice: cold, which stores its KV, and warm, which loads it. Transfers are timed inside the worker process, around
-the connector's `wait_for_save` and `start_load_kv`; on the CPU both connectors do the whole transfer within these.
+Four engines run at once, each with a server of its own, and take turns prompt by prompt: this tree's
+lmcache with shared memory and with payload in frames, 0.5.6 with shared memory (`--shm-name`) and by
+default. A prompt is sent twice: cold, which stores its KV, and warm, which loads it. Transfers are timed in
+the worker process, around the connector's `wait_for_save` and `start_load_kv`; on the CPU both connectors
+do the whole transfer within these.
 
 The original lives in an environment of its own; README.md says how to make it.
 """
@@ -24,13 +25,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common import HERE, TESTS, Report, median, parser, table
+from harness import HERE, TESTS, Report, median, parser, table
+from small_model import VOCAB
+
 from e2e.engine import EngineProcess, connector
 from e2e.server import free_port, until
-from small_model import VOCAB
 
 CHUNK = 256
 L1_GB = 1
+PAUSE = 1.5
+"""Seconds between requests: vLLM's worker polls at full speed for about a second after each one."""
 FIGURES = {"store": "wait_for_save", "load": "start_load_kv"}
 
 
@@ -53,7 +57,7 @@ class Side:
 
     @property
     def env(self) -> dict[str, str]:
-        """The original must not see this tree's lmcache; the engine process needs the tests' code and ours here."""
+        """The original must not see this tree's lmcache; both need the engine process's code."""
         tree = os.environ.get("PYTHONPATH", "") if self.ours else ""
         return {
             "PYTHONPATH": os.pathsep.join(filter(None, [str(TESTS), str(HERE), tree])),
@@ -169,24 +173,22 @@ def start(side: Side, stack: ExitStack, model: Path, logs: Path) -> None:
 # --------------------------------------------------------------------------------------------------- a turn
 
 
-def turn(side: Side, prompt: list[int]) -> dict[str, float]:
-    """The prompt cold and warm: seconds of both requests, of the store and of the load."""
+def turn(side: Side, prompt: list[int]) -> tuple[dict[str, float], list[int]]:
+    """The prompt cold and warm: seconds of both requests, of store and load; and the warm answer."""
     whole = len(prompt) // CHUNK * CHUNK
     seconds: dict[str, float] = {}
-    tokens = {}
     side.engine.call("take_clocks")
     for kind, cached in (("cold", 0), ("warm", whole)):
         (result,), seconds[kind] = side.engine.timed([prompt])
         clocks = side.engine.call("take_clocks")
         if result["cached"] != cached:
-            raise SystemExit(f"{side.name}, {kind}: {result['cached']} tokens from the cache, expected {cached}")
-        tokens[kind] = result["tokens"]
+            raise SystemExit(
+                f"{side.name}, {kind}: {result['cached']} tokens from the cache, expected {cached}"
+            )
         figure = "store" if kind == "cold" else "load"
         seconds[figure] = clocks[FIGURES[figure]]
-        time.sleep(0.2)  # whatever a side still does after its answer must not fall into the next measurement
-    if tokens["cold"] != tokens["warm"]:
-        print(f"{side.name}: other tokens warm than cold (bfloat16 may round differently): {tokens}")
-    return seconds
+        time.sleep(PAUSE)
+    return seconds, result["tokens"]
 
 
 def idle_share(all_sides: list[Side], seconds: float = 3.0) -> dict[str, float]:
@@ -196,16 +198,18 @@ def idle_share(all_sides: list[Side], seconds: float = 3.0) -> dict[str, float]:
     return {side.name: (side.cpu_seconds() - b) / seconds for side, b in zip(all_sides, before, strict=True)}
 
 
-def run(all_sides: list[Side], repeats: int, length: int) -> None:
-    for number in range(repeats + 1):
-        rng = random.Random(number)
-        prompt = [rng.randrange(VOCAB) for _ in range(length)]
-        first = number % len(all_sides)
-        for side in all_sides[first:] + all_sides[:first]:
-            seconds = turn(side, prompt)
-            if number:  # the first turn warms up
-                for name, value in seconds.items():
-                    side.figures[name].append(value)
+def one_round(all_sides: list[Side], number: int, length: int) -> None:
+    """A new prompt on every side; another side begins each time."""
+    prompt = random.Random(number).choices(range(VOCAB), k=length)
+    first = number % len(all_sides)
+    answers = []
+    for side in all_sides[first:] + all_sides[:first]:
+        seconds, tokens = turn(side, prompt)
+        answers.append(tokens)
+        for name, value in seconds.items():
+            side.figures[name].append(value)
+    if any(tokens != answers[0] for tokens in answers):
+        raise SystemExit(f"the same prompt, warm, has different answers: {answers}")
 
 
 # ------------------------------------------------------------------------------------------------- the result
@@ -219,7 +223,10 @@ def compare(all_sides: list[Side], report: Report) -> None:
     ours, frames, shm, default = (mid[side.name] for side in all_sides)
     print()
     pairs = {"ours / 0.5.6 shared memory": (ours, shm), "ours / 0.5.6 default": (ours, default)}
-    pairs |= {"our frames / 0.5.6 shared memory": (frames, shm), "our frames / 0.5.6 default": (frames, default)}
+    pairs |= {
+        "our frames / 0.5.6 shared memory": (frames, shm),
+        "our frames / 0.5.6 default": (frames, default),
+    }
     table(
         ("times faster", *ours),
         [(name, *(f"{old[k] / new[k]:.2f}" for k in new)) for name, (new, old) in pairs.items()],
@@ -233,8 +240,12 @@ def compare(all_sides: list[Side], report: Report) -> None:
 
 def main() -> int:
     made = parser(__doc__, repeats=9)
-    made.add_argument("--original-python", required=True, help="interpreter of the environment with lmcache 0.5.6")
-    made.add_argument("--python", default=sys.executable, help="interpreter with this lmcache and vLLM (this one)")
+    made.add_argument(
+        "--original-python", required=True, help="interpreter of the environment with lmcache 0.5.6"
+    )
+    made.add_argument(
+        "--python", default=sys.executable, help="interpreter with this lmcache and vLLM (this one)"
+    )
     made.add_argument("--tokens", type=int, default=4000, help="prompt length (4000)")
     made.add_argument("--logs", type=Path, help="folder for the logs of servers and engines")
     args = made.parse_args()
@@ -244,13 +255,23 @@ def main() -> int:
         logs = args.logs or scratch
         logs.mkdir(parents=True, exist_ok=True)
         model = scratch / "model"
-        subprocess.run([args.python, str(HERE / "small_model.py"), str(model)], check=True, capture_output=True)
+        subprocess.run(
+            [args.python, str(HERE / "small_model.py"), str(model)], check=True, capture_output=True
+        )
         all_sides = sides(args)
         for side in all_sides:
             start(side, stack, model, logs)
+        one_round(all_sides, 0, args.tokens)  # to warm up
+        for side in all_sides:
+            side.figures = {name: [] for name in side.figures}
         idle = idle_share(all_sides)
-        print("CPU while idle, share of a core:", ", ".join(f"{k}: {v:.2f}" for k, v in idle.items()), flush=True)
-        run(all_sides, args.repeats, args.tokens)
+        print(
+            "CPU while idle, share of a core:",
+            ", ".join(f"{k}: {v:.2f}" for k, v in idle.items()),
+            flush=True,
+        )
+        for number in range(1, args.repeats + 1):
+            one_round(all_sides, number, args.tokens)
     compare(all_sides, report)
     report.data = {"idle_share": idle, "seconds": {side.name: side.figures for side in all_sides}}
     return report.finish()

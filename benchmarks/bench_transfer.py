@@ -1,7 +1,8 @@
 """Store and load of whole blocks through the worker's transfer context, beside a plain memcpy.
 
 A real server process, the real context, an engine's pages in private memory. All three copies move the same
-number of bytes, take turns, and each store is of new keys. Every case also checks that the right bytes came back.
+number of bytes, take turns, and each store is of new keys. Every case also checks that the right bytes came
+back.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from common import MIB, Buffer, Report, copy_seconds, median, numbers, parser, table, timed
-from helpers.server import running_server
+from harness import MIB, Buffer, Report, copy_seconds, median, numbers, parser, table, timed
 
+from helpers.server import running_server
 from lmcache.v1.keys import Namespace, Scope, chunk_hashes
 from lmcache.v1.multiprocess.client import CacheClient, ClientOptions
 from lmcache.v1.multiprocess.transfer_context.pages import KVGroupPages
@@ -97,23 +98,23 @@ class Bench:
         self._scheduler.close()
 
     def round(self, check: bool = False) -> tuple[float, float]:
-        """Seconds of a store under keys not used before, and of a load of the same chunks into other blocks."""
+        """Seconds of a store under new keys, and of a load of the same chunks into other blocks."""
         self._turn += 1
         case = self.case
         hashes = chunk_hashes(range(case.chunks * CHUNK), Scope(chunk_size=CHUNK, salt=str(self._turn)))
         source, target = case.block_ids(2 * self._turn), case.block_ids(2 * self._turn + 1)
         if check:
-            self._stamp(source)
+            self._stamp({block: i for i, block in enumerate(source)})
         done: list[Any] = []
         store = timed(lambda: done.append(self._context.store([StoreItem(CHUNK, hashes, [source])])))
         if done != [case.chunks]:
             raise SystemExit(f"{case}: stored {done} of {case.chunks} chunks; is --l1-gb too small?")
         if check:
-            self._stamp([-1] * case.blocks)
+            self._stamp(dict.fromkeys(source, -1))
         item = self._lookup(hashes, target)
         failed: list[Any] = []
         load = timed(lambda: failed.extend(self._context.load([item])))
-        if failed or (check and [self._stamp_at(block) for block in target] != [[i] * LAYERS for i in range(case.blocks)]):
+        if failed or (check and not self._stamped(target)):
             raise SystemExit(f"{case}: the load failed, or brought back other bytes than were stored")
         self._scheduler.post(m.EndRequest(session=self._scheduler.session, requests=[item.request]))
         return store, load
@@ -127,20 +128,22 @@ class Bench:
             raise SystemExit(f"{self.case}: the lookup answers {found}")
         return LoadItem(name, lease, found.epoch, found.slots[0], [blocks], [0])
 
-    def _stamp(self, blocks: list[int]) -> None:
-        """Number the pages: the i-th of ``blocks`` gets i at both of its ends, or the -1 given instead of an id."""
-        for i, block in enumerate(blocks):
-            for first, last in self._ends(block if block >= 0 else i):
-                first.value = last.value = i if block >= 0 else -1
+    def _stamp(self, values: dict[int, int]) -> None:
+        """Write a value to both ends of all pages of a block."""
+        for block, value in values.items():
+            for end in self._ends(block):
+                end.value = value
 
-    def _stamp_at(self, block: int) -> list[int]:
-        return [first.value if first.value == last.value else -2 for first, last in self._ends(block)]
+    def _stamped(self, blocks: list[int]) -> bool:
+        """Whether each block's pages carry its place among ``blocks``."""
+        return all(end.value == i for i, block in enumerate(blocks) for end in self._ends(block))
 
-    def _ends(self, block: int) -> Iterator[tuple[ctypes.c_int64, ctypes.c_int64]]:
+    def _ends(self, block: int) -> Iterator[ctypes.c_int64]:
         case = self.case
         for layer in range(LAYERS):
             at = self._memory.address + (layer * case.blocks + block) * case.page
-            yield ctypes.c_int64.from_address(at), ctypes.c_int64.from_address(at + case.page - 8)
+            yield ctypes.c_int64.from_address(at)
+            yield ctypes.c_int64.from_address(at + case.page - 8)
 
 
 @contextmanager
@@ -164,12 +167,21 @@ def measure(bench: Bench, repeats: int, dst: Buffer, src: Buffer) -> dict[str, A
         seconds["store"].append(store)
         seconds["load"].append(load)
     rate = {name: size / median(values) / 1e9 for name, values in seconds.items()}
-    case = bench.case
     return {
-        "path": case.path, "mib": case.mib, "page": case.page, "order": case.order,
-        "gb_per_s": rate, "store_ratio": rate["store"] / rate["memcpy"], "load_ratio": rate["load"] / rate["memcpy"],
+        **asdict(bench.case),
+        "gb_per_s": rate,
+        "store_ratio": rate["store"] / rate["memcpy"],
+        "load_ratio": rate["load"] / rate["memcpy"],
         "seconds": seconds,
-    }  # fmt: skip
+    }
+
+
+def line(row: dict[str, Any]) -> tuple[str, ...]:
+    """A row as text."""
+    rate = row["gb_per_s"]
+    what = (row["path"], f"{row['mib']} MiB", f"{row['page'] >> 10} KiB", row["order"])
+    figures = (rate["memcpy"], rate["store"], row["store_ratio"], rate["load"], row["load_ratio"])
+    return (*what, *(f"{figure:.2f}" for figure in figures))
 
 
 def cases(args: Any) -> list[Case]:
@@ -185,19 +197,22 @@ def cases(args: Any) -> list[Case]:
 
 
 def main() -> int:
-    made = parser(__doc__, repeats=9)
-    made.add_argument("--sizes", type=numbers, default=[32, 64, 128, 256], help="MiB per transfer (32,64,128,256)")
+    made = parser(__doc__, repeats=7)
+    made.add_argument(
+        "--sizes", type=numbers, default=[32, 64, 128, 256], help="MiB per transfer (32,64,128,256)"
+    )
     made.add_argument("--pages", type=numbers, default=[32, 128, 256], help="KiB per page (32,128,256)")
     made.add_argument("--l1-gb", type=float, help="pool of the server (as large as needed)")
-    made.add_argument("--no-frames", action="store_true", help="leave out the in-frame path, which has no goal")
+    made.add_argument(
+        "--no-frames", action="store_true", help="leave out the in-frame path, which has no goal"
+    )
     args = made.parse_args()
     report = Report(args)
     largest = max(args.sizes) * MIB
     # Nothing may be evicted meanwhile: eviction costs time, and a load needs what was stored.
-    l1_gb = args.l1_gb or (args.repeats + 2) * largest / (1 << 30) / 0.9
+    l1_gb = args.l1_gb or (args.repeats + 1) * largest / (1 << 30) / 0.9
     src, dst, memory = Buffer(largest), Buffer(largest), Buffer(largest)
     rows: list[dict[str, Any]] = []
-    lines = []
     with running_server(l1_gb=round(l1_gb, 3)) as server:
         tool = CacheClient(server.address, "tool")
         tool.start(10)
@@ -206,21 +221,16 @@ def main() -> int:
                 row = measure(bench, args.repeats if case.path == "shared_memory" else 3, dst, src)
             tool.call(m.Clear())
             rows.append(row)
-            rate = row["gb_per_s"]
-            lines.append(
-                (
-                    case.path, f"{case.mib} MiB", f"{case.page >> 10} KiB", case.order, f"{rate['memcpy']:.2f}",
-                    f"{rate['store']:.2f}", f"{row['store_ratio']:.2f}", f"{rate['load']:.2f}", f"{row['load_ratio']:.2f}",
-                )
-            )  # fmt: skip
         tool.close()
     head = ("path", "size", "page", "block ids", "memcpy GB/s", "store GB/s", "ratio", "load GB/s", "ratio")
-    table(head, lines)
+    table(head, map(line, rows))
     report.data["cases"] = rows
     for what in ("store", "load"):
         ratios = [row[f"{what}_ratio"] for row in rows if row["path"] == "shared_memory"]
         enough = sum(ratio >= GOAL for ratio in ratios)
-        report.goal(f"{what} / memcpy, worst of {len(ratios)} cases ({enough} reach it)", min(ratios), ">=", GOAL)
+        report.goal(
+            f"{what} / memcpy, worst of {len(ratios)} cases ({enough} reach it)", min(ratios), ">=", GOAL
+        )
     return report.finish()
 
 

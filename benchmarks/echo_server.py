@@ -1,4 +1,4 @@
-"""The bare ZeroMQ side of ``bench_control.py``: a ROUTER that answers every message with a reply of fixed frames.
+"""The bare ZeroMQ side of ``bench_control.py``: a ROUTER whose replies all have the same frames.
 
 Started with the size of the reply's second frame; prints its port. It ends when its standard input closes.
 """

@@ -1,7 +1,7 @@
 """The engine process of ``bench_original.py``: the tests' engine, plus clocks on its KV connector.
 
-The clocks sit on two methods of the connector interface, so they fit any connector. They measure transfers only for
-one whose transfers end within these calls.
+The clocks sit on two methods of the connector interface, so they fit any connector. They measure transfers
+only for one whose transfers end within these calls.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from helpers.server import (
     Worker,
     channel_to,
     hello,
+    mapped,
     namespace,
     refused,
     run_cli,
@@ -97,17 +99,20 @@ def test_ping_says_version_epoch_and_round_trip(server: RunningServer, cli: Comm
 
 
 def test_describe_lists_who_is_connected_and_how_but_not_itself(server: RunningServer, cli: Command) -> None:
-    with Worker(server.address, [namespace("A")], engine="the-engine"), channel_to(server.address) as tool:
-        hello(tool, client="another tool")
+    with ExitStack() as stack:
+        stack.enter_context(Worker(server.address, [namespace("A")], engine="by-frame"))
+        stack.enter_context(mapped(server.address, engine="by-memory"))
+        hello(stack.enter_context(channel_to(server.address)), client="another tool")
         told = cli.json("describe", "--host", server.address)
-        mine = [s for s in told["sessions"] if s["engine"] == "the-engine"]
-        assert [(s["role"], s["rank"], s["path"]) for s in mine] == [("worker", 0, "frames")]
-        assert [s["client"] for s in told["sessions"] if s["role"] == "tool"] == ["another tool"]
-        assert (told["l1"]["policy"], told["chunk_size"], told["shared_memory"]) == ("LRU", 256, True)
-        assert told["l1"]["objects"] == 2 + 2 + 2 * (2 + 1) + 2
         text = cli.ok("describe", "--host", server.address)
+    workers = {s["engine"]: (s["rank"], s["path"]) for s in told["sessions"] if s["role"] == "worker"}
+    assert workers == {"by-frame": (0, "frames"), "by-memory": (0, "shared_memory")}
+    assert [s["client"] for s in told["sessions"] if s["role"] == "tool"] == ["another tool"]
+    assert (told["l1"]["policy"], told["chunk_size"], told["shared_memory"]) == ("LRU", 256, True)
+    assert told["l1"]["objects"] == 2 + 2 + 2 * (2 + 1) + 2
     rows = [line.split()[:4] for line in text.splitlines()]
-    assert ["worker", "the-engine", "0", "frames"] in rows
+    assert ["worker", "by-frame", "0", "frames"] in rows
+    assert ["worker", "by-memory", "0", "shared_memory"] in rows
     assert "L1 policy       LRU" in text
     assert "chunk size      256 tokens" in text
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -91,10 +91,8 @@ class EngineProcess:
 
     def kill(self) -> None:
         """SIGKILL to the engine with all its processes."""
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self.process.pid, 9)
-        except ProcessLookupError:
-            pass
         self.process.wait(10)
 
     def log_text(self) -> str:
@@ -130,12 +128,18 @@ def connector(port: int, policy: str = "recompute", **extra: Any) -> dict[str, A
         "kv_connector": "LMCacheMPConnector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": policy,
-        "kv_connector_extra_config": {"lmcache.mp.host": "tcp://localhost", "lmcache.mp.port": str(port), **extra},
+        "kv_connector_extra_config": {
+            "lmcache.mp.host": "tcp://localhost",
+            "lmcache.mp.port": str(port),
+            **extra,
+        },
     }
 
 
 @contextmanager
-def engine(model: Path, log: Path, transfer: dict[str, Any] | None = None, **settings: Any) -> Iterator[EngineProcess]:
+def engine(
+    model: Path, log: Path, transfer: dict[str, Any] | None = None, **settings: Any
+) -> Iterator[EngineProcess]:
     """A started engine; gone on exit."""
     process = EngineProcess(model, log, transfer, **settings)
     try:

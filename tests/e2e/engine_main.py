@@ -31,7 +31,9 @@ class Engine:
             **settings,
         )
 
-    def generate(self, prompts: list[list[int]], max_tokens: int = 8, salts: Any = None, lora: Any = None) -> Any:
+    def generate(
+        self, prompts: list[list[int]], max_tokens: int = 8, salts: Any = None, lora: Any = None
+    ) -> Any:
         """Greedy tokens, cached tokens, finish reason of each prompt, all at once, and the seconds it took."""
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest

@@ -12,7 +12,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 
@@ -112,5 +111,3 @@ class Server:
             except ProcessLookupError:
                 return
         self.kill()
-
-

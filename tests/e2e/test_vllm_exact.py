@@ -38,7 +38,9 @@ class Reference:
 
 
 @pytest.fixture(scope="module")
-def reference(model_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reference]:
+def reference(
+    model_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Reference]:
     with engine(model_dir("gqa"), tmp_path_factory.mktemp("plain") / "log") as process:
         yield Reference(process)
 
@@ -151,7 +153,9 @@ def test_a_server_restart_costs_only_the_hits_and_they_come_back(
     until(hit, 10, "hits after the server's return")
 
 
-def test_output_depends_on_the_cached_pages(setup: tuple[Server, EngineProcess], reference: Reference) -> None:
+def test_output_depends_on_the_cached_pages(
+    setup: tuple[Server, EngineProcess], reference: Reference
+) -> None:
     """The control of all tests above: with other bytes in the pool the tokens differ."""
     _, warm = setup
     if warm.worker("transfer_path") != "shared_memory":

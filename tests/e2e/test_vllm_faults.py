@@ -46,7 +46,9 @@ class Bench:
     def check_batch(self) -> None:
         results, seconds = self.engine.timed(self.batch)
         assert [r["tokens"] for r in results] == self.batch_truth
-        assert seconds < self.batch_seconds + BATCH, f"{seconds:.1f} s, {self.batch_seconds:.1f} s without a fault"
+        assert seconds < self.batch_seconds + BATCH, (
+            f"{seconds:.1f} s, {self.batch_seconds:.1f} s without a fault"
+        )
 
     def hits_come_back(self) -> None:
         """Within BACK seconds of now, a prompt is stored and hit again."""
@@ -57,7 +59,9 @@ class Bench:
 def bench(model_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     server = Server()
     began = time.monotonic()
-    with engine(model_dir("gqa"), tmp_path_factory.mktemp("faults") / "log", connector(server.port)) as process:
+    with engine(
+        model_dir("gqa"), tmp_path_factory.mktemp("faults") / "log", connector(server.port)
+    ) as process:
         print(f"engine started without a server in {time.monotonic() - began:.0f} s")
         yield Bench(process, server)
         server.kill()

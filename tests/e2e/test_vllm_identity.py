@@ -44,7 +44,9 @@ def cached(process: EngineProcess, **kwargs: Any) -> list[int]:
     return [process.generate([PROMPT], **kwargs)[0]["cached"] for _ in range(2)]
 
 
-def test_the_same_engine_again_hits(stored: int, server: Server, model_dir: Callable[[str], Path], log: Path) -> None:
+def test_the_same_engine_again_hits(
+    stored: int, server: Server, model_dir: Callable[[str], Path], log: Path
+) -> None:
     with engine(model_dir("gqa"), log, connector(server.port)) as process:
         assert cached(process) == [HIT, HIT]
         assert cached(process, salts=["a"]) == [HIT, HIT]
@@ -64,7 +66,9 @@ def test_another_model_misses(stored: int, server: Server, tmp_path: Path, log: 
         assert cached(process) == [0, HIT]
 
 
-def test_a_folder_whose_weights_changed_is_another_revision(server: Server, tmp_path: Path, log: Path) -> None:
+def test_a_folder_whose_weights_changed_is_another_revision(
+    server: Server, tmp_path: Path, log: Path
+) -> None:
     folder = models.gqa(tmp_path / "model", seed=2)
     with engine(folder, log, connector(server.port)) as process:
         assert cached(process) == [0, HIT]

@@ -23,7 +23,9 @@ def test_preempted_requests_end_with_the_right_tokens(model_dir: Callable[[str],
     # Room for three prompts of eight blocks each, but not for the ninth block that all of them come to need.
     with (
         Server() as server,
-        engine(model_dir("gqa"), log, connector(server.port), num_gpu_blocks_override=26, max_model_len=2048) as tight,
+        engine(
+            model_dir("gqa"), log, connector(server.port), num_gpu_blocks_override=26, max_model_len=2048
+        ) as tight,
     ):
         for _ in range(2):
             got = tight.generate(prompts, max_tokens=200)

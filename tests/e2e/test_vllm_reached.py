@@ -35,13 +35,18 @@ def _default_port_is_free() -> bool:
         return sock.connect_ex(("127.0.0.1", 5555)) != 0
 
 
-@pytest.mark.skipif(not _default_port_is_free(), reason="vLLM offers no way to move it from port 5555, which is in use")
+@pytest.mark.skipif(
+    not _default_port_is_free(), reason="vLLM offers no way to move it from port 5555, which is in use"
+)
 def test_by_the_offloading_backend(model_dir: Callable[[str], Path], log: Path) -> None:
     server = Server()
     server.use_port(5555)
-    with server, engine(
-        model_dir("gqa"), log, None, kv_offloading_size=1.0, kv_offloading_backend="lmcache"
-    ) as process:
+    with (
+        server,
+        engine(
+            model_dir("gqa"), log, None, kv_offloading_size=1.0, kv_offloading_backend="lmcache"
+        ) as process,
+    ):
         assert hits(process) == [0, 512]
 
 

@@ -24,6 +24,7 @@ from typing import Any
 
 from lmcache.errors import LMCacheError
 from lmcache.v1.keys import Namespace, Scope, chunk_hashes
+from lmcache.v1.multiprocess.client import CacheClient
 from lmcache.v1.protocol import messages as m
 from lmcache.v1.protocol.channel import Channel
 
@@ -220,6 +221,19 @@ def hello(channel: Channel, **fields: Any) -> m.Welcome:
     welcome, _ = channel.call(m.Hello(**fields), CALL_SECONDS)
     assert isinstance(welcome, m.Welcome)
     return welcome
+
+
+@contextmanager
+def mapped(address: str, engine: str = "mapped") -> Iterator[None]:
+    """While a client in this process, a worker of ``engine``, maps the pool of the server."""
+    client = CacheClient(address, "worker", engine=engine)
+    try:
+        assert client.start(wait=CALL_SECONDS), client.reason
+        assert client.attachment is not None
+        assert client.attachment.pool is not None, client.attachment.reason
+        yield
+    finally:
+        client.close()
 
 
 def namespace(model: str = "model", chunk_size: int = 256, **fields: Any) -> Namespace:

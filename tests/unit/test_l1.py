@@ -338,7 +338,7 @@ class L1History(RuleBasedStateMachine):
 
 
 TestL1History = L1History.TestCase
-TestL1History.settings = settings(max_examples=100, stateful_step_count=50)
+TestL1History.settings = settings(max_examples=100, stateful_step_count=50, report_multiple_bugs=False)
 
 
 # ------------------------------------------------------------------------------------------------- visibility

@@ -126,8 +126,8 @@ class Scope(msgspec.Struct, frozen=True, kw_only=True):
         return digest("scope", msgspec.to_builtins(self))
 
 
-def pack_tokens(tokens: Sequence[int]) -> bytes:
-    """Token ids as unsigned 32-bit little-endian integers.
+def pack_tokens(tokens: Sequence[int]) -> memoryview:
+    """Token ids as unsigned 32-bit little-endian integers, as a view of bytes.
 
     Raises:
         OverflowError: for a negative id or one above 2**32 - 1.
@@ -136,7 +136,7 @@ def pack_tokens(tokens: Sequence[int]) -> bytes:
     if sys.byteorder == "big":
         packed = array("I", packed)
         packed.byteswap()
-    return packed.tobytes()
+    return memoryview(packed).cast("B")
 
 
 def _media_of_chunk(media: Iterable[MediaItem], start: int, end: int) -> bytes:
@@ -164,15 +164,16 @@ def chunk_hashes(
     hashes = list(known[:total])
     if total <= done:
         return hashes
-    packed = pack_tokens(tokens[done * size : total * size])
+    # A copy of a long list costs as much as its hashing, so the partial tail is packed, too, and left alone.
+    packed = pack_tokens(tokens[done * size :] if done else tokens)
     previous = hashes[-1] if hashes else scope.digest()
     stride = size * 4
     append = hashes.append
-    for at in range(0, len(packed), stride):
-        data = packed[at : at + stride]
+    for at in range(0, (total - done) * stride, stride):
+        data: bytes | memoryview = packed[at : at + stride]
         if media:
             start = done * size + at // 4
-            data += _media_of_chunk(media, start, start + size)
+            data = bytes(data) + _media_of_chunk(media, start, start + size)
         previous = blake3(data, key=previous).digest()
         append(previous)
     return hashes

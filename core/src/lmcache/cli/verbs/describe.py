@@ -25,7 +25,8 @@ def run(args: argparse.Namespace) -> int:
 
     with tool_session(args) as session:
         state: dict[str, Any] = dict(session.ask(m.Status(), m.State).fields)
-    state["sessions"] = [row for row in state.get("sessions", ()) if row.get("client") != session.client]
+    mine = {"role": "tool", "client": session.client}
+    state["sessions"] = [row for row in state.get("sessions", ()) if row | mine != row]
     data = {"address": session.address, **state}
     emit(args.format, data, _text(data) if args.format != "json" else "")
     return 0

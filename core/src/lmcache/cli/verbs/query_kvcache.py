@@ -14,6 +14,9 @@ from lmcache.errors import ConfigError
 if TYPE_CHECKING:
     from lmcache.cli.holdings import ModelHolding
 
+_SHOWN = 20
+"""Characters of a revision in the table; the JSON object has it whole."""
+
 HELP = "say how many tokens of a prompt a running server holds, and where"
 
 
@@ -73,7 +76,7 @@ def _text(models: Sequence[ModelHolding]) -> str:
     rows = [
         (
             entry.model,
-            entry.revision,
+            entry.revision if len(entry.revision) <= _SHOWN else f"{entry.revision[:_SHOWN]}…",
             entry.dtype,
             f"TP {entry.tp_size}, PP {entry.pp_size}, groups {entry.groups}",
             entry.tier,

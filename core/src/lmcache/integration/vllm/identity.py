@@ -27,7 +27,9 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
     parallel = vllm_config.parallel_config
     for what in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, what, 1) > 1:
-            raise ConfigError(f"{what}={getattr(parallel, what)}: KV spread over context-parallel ranks is not cached; set it to 1")
+            raise ConfigError(
+                f"{what}={getattr(parallel, what)}: KV spread over context-parallel ranks is not cached; set it to 1"
+            )
     for group in kv_cache_config.kv_cache_groups:
         for spec in _layer_specs(group.kv_cache_spec):
             kind = type(spec).__name__
@@ -37,7 +39,9 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
                     f" {', '.join(_SUPPORTED_SPECS)} only; run this model without it"
                 )
         if getattr(group, "is_eagle_group", False):
-            raise ConfigError("speculative decoding with a draft model's KV: not cached; run without the connector or without the draft model")
+            raise ConfigError(
+                "a draft model with KV of its own: not cached; run without the connector or the draft model"
+            )
 
 
 def _layer_specs(spec: Any) -> list[Any]:
@@ -59,7 +63,9 @@ def model_revision(vllm_config: Any, given: str) -> str:
 
 def _hub_commit(repo: str, revision: str | None) -> str:
     """The commit that the local hub cache holds for ``revision``; empty if it cannot be told."""
-    cache = Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface")) / "hub")
+    cache = Path(
+        os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface")) / "hub"
+    )
     ref = cache.expanduser() / f"models--{repo.replace('/', '--')}" / "refs" / (revision or "main")
     return ref.read_text().strip() if ref.is_file() else ""
 
@@ -136,7 +142,12 @@ def describe_groups(
             tp_size=tp,
             pp_rank=rank // tp,
             pp_size=parallel.pipeline_parallel_size,
-            extra=extra | {"order": order, "split": str(layout.split), "kv_dtype": str(vllm_config.cache_config.cache_dtype)},
+            extra=extra
+            | {
+                "order": order,
+                "split": str(layout.split),
+                "kv_dtype": str(vllm_config.cache_config.cache_dtype),
+            },
         )
         groups.append(
             KVGroupPages(

@@ -11,7 +11,7 @@ start, where somebody reads it.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 import lmcache
+from lmcache.errors import ConfigError
 from lmcache.integration.vllm.identity import check_supported, describe_groups, lora_identity, model_revision
 from lmcache.integration.vllm.scheduler_side import SchedulerSide, StepPlan
 from lmcache.integration.vllm.settings import read_settings
@@ -59,8 +60,7 @@ class LoadsDone(KVConnectorWorkerMetadata):
         self.step = step
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        assert isinstance(other, LoadsDone)
-        return LoadsDone(min(self.step, other.step))
+        return LoadsDone(min(self.step, cast(LoadsDone, other).step))
 
 
 class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):
@@ -75,10 +75,15 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):
 
     _cache_hit_source = CacheHitSource.HOST
 
-    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig | None = None) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig | None = None
+    ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
-        assert transfer is not None and kv_cache_config is not None
+        if transfer is None or kv_cache_config is None:
+            raise ConfigError(
+                "LMCacheMPConnector: expected a kv_transfer_config and a kv_cache_config; this vLLM gives none"
+            )
         check_supported(vllm_config, kv_cache_config)
         self._config = vllm_config
         self._kv = kv_cache_config
@@ -96,7 +101,9 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _make_scheduler_side(self, transfer: Any) -> SchedulerSide:
         settings = self._settings
-        client = CacheClient(settings.address, "scheduler", self._engine, 0, self._parallel.ranks, settings.client)
+        client = CacheClient(
+            settings.address, "scheduler", self._engine, 0, self._parallel.ranks, settings.client
+        )
         client.start(wait=settings.client.control_timeout)
         return SchedulerSide(
             client,
@@ -145,7 +152,9 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: ``start_load_kv`` returns with the pages filled."""
 
-    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
         """Nothing per layer: pages are stored when the step is done."""
 
     def wait_for_save(self) -> None:
@@ -157,7 +166,9 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):
             self._result = self._worker.take_result()
         if self._groups == 1:
             return KVConnectorTransferResults()  # loaded within the step: vLLM waits for nothing
-        return KVConnectorTransferResults(finished_recving=self._result.loaded, failed_recving=self._result.failed)
+        return KVConnectorTransferResults(
+            finished_recving=self._result.loaded, failed_recving=self._result.failed
+        )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._result.bad_blocks if self._groups == 1 else set()
@@ -167,22 +178,23 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def _plan(self) -> StepPlan:
-        metadata = self._get_connector_metadata()
-        assert isinstance(metadata, LMCacheMPConnectorMetadata)
-        return metadata.plan
+        return cast(LMCacheMPConnectorMetadata, self._get_connector_metadata()).plan
 
     # ---- scheduler
 
     @property
     def _sched(self) -> SchedulerSide:
-        assert self._scheduler is not None
-        return self._scheduler
+        return cast(SchedulerSide, self._scheduler)
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         tokens = self._sched.matched_tokens(request, num_computed_tokens)
         return tokens, tokens > 0 and self._groups > 1
 
-    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
         self._sched.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:

@@ -103,7 +103,7 @@ def read_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
             continue
         name = key.removeprefix(PREFIX)
         if name in _REFUSED and key.startswith(PREFIX):
-            if value not in (False, None, "", "blake3"):
+            if value not in (False, None, "") and (name, value) != ("hash_algorithm", "blake3"):
                 raise ConfigError(f"{key}={value!r}: {_REFUSED[name]}; remove it")
         elif name not in _KEYS or not key.startswith(PREFIX):
             raise ConfigError(f"{key}: no such setting{_did_you_mean(key)}")
@@ -116,7 +116,8 @@ def read_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
     options = ClientOptions(
         control_timeout=values.get("mq_timeout", ClientOptions().control_timeout),
         heartbeat_interval=values.get("heartbeat_interval", ClientOptions().heartbeat_interval),
-        data_bytes_per_second=values.get("min_mb_per_second", ClientOptions().data_bytes_per_second / 1e6) * 1e6,
+        data_bytes_per_second=values.get("min_mb_per_second", ClientOptions().data_bytes_per_second / 1e6)
+        * 1e6,
         shm=values.get("shm", "auto"),
     )
     return ConnectorSettings(
@@ -129,9 +130,11 @@ def read_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
 
 
 def _did_you_mean(key: str) -> str:
-    known = [PREFIX + name for name in _KEYS]
-    close = difflib.get_close_matches(key, known, 1, 0.6)
-    return f"; did you mean {close[0]}?" if close else f"; known: {', '.join(known)}"
+    # Without the prefix, by which alone all would be alike.
+    close = difflib.get_close_matches(key.rpartition(".")[2], _KEYS, 1, 0.6)
+    if close:
+        return f"; did you mean {PREFIX}{close[0]}?"
+    return f"; known: {', '.join(PREFIX + name for name in _KEYS)}"
 
 
 def _check_stray(key: str) -> None:

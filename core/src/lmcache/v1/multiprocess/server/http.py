@@ -36,7 +36,8 @@ def claim(host: str, port: int) -> socket.socket:
     except OSError as exc:
         sock.close()
         raise StartupError(
-            f"--http-port {port}: cannot bind {host}:{port} ({exc.strerror or exc}); choose another --http-host or --http-port"
+            f"--http-port {port}: cannot bind {host}:{port} ({exc.strerror or exc});"
+            " choose another --http-host or --http-port"
         ) from None
     return sock
 
@@ -56,7 +57,9 @@ class HttpServer:
                 Route("/metrics", self._metrics),
             ]
         )
-        config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", ws="none", loop="asyncio")
+        config = uvicorn.Config(
+            app, log_level="warning", access_log=False, lifespan="off", ws="none", loop="asyncio"
+        )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._run, name="lmcache-http", daemon=True)
 

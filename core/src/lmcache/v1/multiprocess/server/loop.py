@@ -20,6 +20,7 @@ logger = init_logger(__name__)
 
 _ID_BYTES = 8
 _SWEEP_SECONDS = 1.0
+_DRAIN_SECONDS = 2.0
 
 
 class RequestLoop:
@@ -54,16 +55,18 @@ class RequestLoop:
     def run(
         self, service: Service, lock: threading.Lock, stop: threading.Event, sweep: Callable[[], None]
     ) -> None:
-        """Serve until ``stop`` is set, then answer what has already arrived."""
+        """Serve until ``stop`` is set; then let transfers under way end, for a bounded time."""
         next_sweep = time.monotonic() + _SWEEP_SECONDS
         while not stop.is_set():
             self._serve_one(service, lock)
             if time.monotonic() >= next_sweep:
                 sweep()
                 next_sweep = time.monotonic() + _SWEEP_SECONDS
-        self._socket.setsockopt(zmq.RCVTIMEO, 0)
-        drain_until = time.monotonic() + 1.0
-        while time.monotonic() < drain_until and self._serve_one(service, lock):
+        with lock:
+            service.stopping = True  # nothing new is granted from here on
+        self._socket.setsockopt(zmq.RCVTIMEO, 20)
+        drain_until = time.monotonic() + _DRAIN_SECONDS
+        while time.monotonic() < drain_until and (self._serve_one(service, lock) or service.l1.has_leases):
             continue
 
     def close(self) -> None:

@@ -8,9 +8,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 ERROR_CODES = (
     "bad_request", "chunk_size", "internal", "lease_gone", "not_attached", "protocol",
-    "unknown_request", "unknown_session", "unregistered",
+    "stopping", "unknown_request", "unknown_session", "unregistered",
 )  # fmt: skip
-FRAME_FAULTS = ("frames", "message", "size")
+FRAME_FAULTS = ("frames", "message")
 
 
 class Metrics:

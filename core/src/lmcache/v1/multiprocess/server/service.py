@@ -47,6 +47,7 @@ class Service:
         self.attach = attach
         self.metrics = metrics
         self.sessions = Sessions()
+        self.stopping = False
         self.started = time.time()
         self._view = view
         lru = config.eviction_policy == "LRU"
@@ -177,6 +178,8 @@ class Service:
     def _lookup(self, msg: m.Lookup, _: object) -> m.Reply:
         session = self._session(msg.session)
         engine = self._engine(session)
+        if self.stopping:
+            return m.Found(epoch=self.epoch, chunks=0)
         chain = session.hashes.get(msg.request, [])
         if not 0 <= msg.known <= len(chain):
             raise Refused(
@@ -251,6 +254,8 @@ class Service:
 
     def _reserve(self, msg: m.Reserve, _: object) -> m.Reply:
         session = self._session(msg.session)
+        if self.stopping:
+            raise Refused("stopping", "the server is stopping and takes nothing new")
         namespaces = self._engine(session).namespaces.get(session.rank)
         if namespaces is None or len(namespaces) != len(msg.hashes):
             have = "none" if namespaces is None else str(len(namespaces))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from lmcache.v1.keys import Namespace
-from lmcache.v1.memory.hostcopy import Run, copy_runs
+from lmcache.v1.memory.hostcopy import copy_runs
 
 if TYPE_CHECKING:
     import torch
@@ -20,13 +20,20 @@ if TYPE_CHECKING:
 Direction = Literal["store", "load"]
 
 
-class PageRun(NamedTuple):
-    """``blocks`` consecutive blocks from ``block`` on, of layer ``layer``, at ``offset`` within the chunk."""
+class Span(NamedTuple):
+    """``length`` consecutive blocks of the engine, from ``block`` on, from place ``place`` of a chunk's blocks."""
 
-    layer: int
+    place: int
     block: int
-    blocks: int
-    offset: int
+    length: int
+
+
+class ChunkCopy(NamedTuple):
+    """One chunk to copy: where its bytes lie in host memory, the same as a writable view, and its spans."""
+
+    address: int
+    view: memoryview
+    spans: list[Span]
 
 
 @dataclass(slots=True)
@@ -46,14 +53,16 @@ class KVGroupPages:
     device: str = "cpu"
     tensors: list[torch.Tensor] = field(default_factory=list)
 
-    def runs(self, blocks: Sequence[int], skip: int = 0) -> list[PageRun]:
-        """The page runs of one chunk whose blocks are ``blocks``; its first ``skip`` blocks are left out.
+    def spans(self, blocks: Sequence[int], skip: int = 0) -> list[Span]:
+        """What to copy of a chunk whose blocks are ``blocks``; its first ``skip`` blocks are left out.
+
+        Blocks that follow one another in the engine and in the chunk are one span if their pages touch.
 
         Raises:
             ValueError: for a block id outside the cache.
         """
-        spans: list[tuple[int, int, int]] = []  # (index in the chunk, block, count)
-        tight = all(s == n for s, n in zip(self.strides, self.namespace.page_bytes, strict=True))
+        spans: list[Span] = []
+        tight = self.strides == list(self.namespace.page_bytes)
         for index in range(skip, len(blocks)):
             block = blocks[index]
             if block == self.null_block:
@@ -63,65 +72,55 @@ class KVGroupPages:
             if tight and spans:
                 first, start, count = spans[-1]
                 if block == start + count and index == first + count:
-                    spans[-1] = (first, start, count + 1)
+                    spans[-1] = Span(first, start, count + 1)
                     continue
-            spans.append((index, block, 1))
-        out: list[PageRun] = []
-        base = 0
-        for layer, page in enumerate(self.namespace.page_bytes):
-            out.extend(PageRun(layer, block, count, base + index * page) for index, block, count in spans)
-            base += page * self.namespace.blocks_per_chunk
-        return out
+            spans.append(Span(index, block, 1))
+        return spans
 
 
-def copy_pages(
-    group: KVGroupPages, direction: Direction, jobs: Sequence[tuple[int, memoryview, list[PageRun]]]
-) -> None:
-    """Copy page runs between the engine's pages and chunks in host memory; returns when the bytes are in
-    place.
-
-    Args:
-        jobs: per chunk the address of its first byte, the same bytes as a writable view, and its page runs.
-    """
+def copy_pages(group: KVGroupPages, direction: Direction, chunks: Sequence[ChunkCopy]) -> None:
+    """Copy between the engine's pages and chunks in host memory; the bytes are in place on return."""
     if group.device == "cpu":
-        _copy_host(group, direction, jobs)
+        _copy_host(group, direction, chunks)
     else:
-        _copy_device(group, direction, jobs)
+        _copy_device(group, direction, chunks)
 
 
-def _copy_host(
-    group: KVGroupPages, direction: Direction, jobs: Sequence[tuple[int, memoryview, list[PageRun]]]
-) -> None:
-    sizes, addresses, strides = group.namespace.page_bytes, group.addresses, group.strides
-    runs = [
-        (address + offset, addresses[layer] + block * strides[layer], count * sizes[layer])
-        for address, _, page_runs in jobs
-        for layer, block, count, offset in page_runs
-    ]
+def _copy_host(group: KVGroupPages, direction: Direction, chunks: Sequence[ChunkCopy]) -> None:
+    flat = [(address, *span) for address, _, spans in chunks for span in spans]
+    pages: list[int] = []
+    host: list[int] = []
+    sizes: list[int] = []
+    base = 0
+    for page, start, stride in zip(group.namespace.page_bytes, group.addresses, group.strides, strict=True):
+        pages += [start + block * stride for _, _, block, _ in flat]
+        host += [address + base + index * page for address, index, _, _ in flat]
+        sizes += [count * page for _, _, _, count in flat]
+        base += page * group.namespace.blocks_per_chunk
     if direction == "store":
-        copy_runs([Run(host, page, size) for host, page, size in runs])
+        copy_runs(host, pages, sizes)
     else:
-        copy_runs([Run(page, host, size) for host, page, size in runs])
+        copy_runs(pages, host, sizes)
 
 
-def _copy_device(
-    group: KVGroupPages, direction: Direction, jobs: Sequence[tuple[int, memoryview, list[PageRun]]]
-) -> None:
+def _copy_device(group: KVGroupPages, direction: Direction, chunks: Sequence[ChunkCopy]) -> None:
     """The portable path for accelerators: torch copies on the current stream, then waits for that device."""
     import torch
 
     from lmcache.v1.platform import synchronize_device
 
-    pages: list[Any] = [_byte_pages(t) for t in group.tensors]
-    for _, view, page_runs in jobs:
-        host = torch.frombuffer(view, dtype=torch.uint8)
-        for layer, block, count, offset in page_runs:
-            page = pages[layer][block : block + count]
-            chunk = host[offset : offset + page.numel()].view(count, -1)
-            if direction == "store":
-                chunk.copy_(page)
-            else:
-                page.copy_(chunk)
+    layers: list[Any] = [_byte_pages(t) for t in group.tensors]
+    for _, view, spans in chunks:
+        host, base = torch.frombuffer(view, dtype=torch.uint8), 0
+        for pages, size in zip(layers, group.namespace.page_bytes, strict=True):
+            for index, block, count in spans:
+                page = pages[block : block + count]
+                chunk = host[base + index * size : base + (index + count) * size].view(count, -1)
+                if direction == "store":
+                    chunk.copy_(page)
+                else:
+                    page.copy_(chunk)
+            base += size * group.namespace.blocks_per_chunk
     synchronize_device(group.device)
 
 

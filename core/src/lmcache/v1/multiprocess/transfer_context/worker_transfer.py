@@ -8,7 +8,7 @@ decided once per session and shows in the server's status.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ import msgspec
 from lmcache.errors import LMCacheError
 from lmcache.logging import init_logger, warn_once
 from lmcache.v1.multiprocess.client import CacheClient, ClientOptions
-from lmcache.v1.multiprocess.transfer_context.pages import KVGroupPages, PageRun, copy_pages
+from lmcache.v1.multiprocess.transfer_context.pages import ChunkCopy, KVGroupPages, Span, copy_pages
 from lmcache.v1.platform.base.device_spec import MPTransferMode
 from lmcache.v1.protocol import messages as m
 from lmcache.v1.protocol.channel import expect
@@ -78,10 +78,9 @@ class EngineDrivenTransferContext:
     Args:
         address, engine, rank, ranks, options: see :class:`CacheClient`.
         groups: the worker's KV groups, in the engine's order. The chunk size in their namespaces is the
-        server's to
-            say; it is filled in whenever a session opens.
-        stores: False for a rank whose KV another rank stores (replicated KV such as MLA under tensor
-        parallelism).
+            server's to say; it is filled in whenever a session opens.
+        stores: False for a rank whose KV another rank stores (replicated KV, as with latent attention under
+            tensor parallelism).
 
     An engine whose pages do not stay in one place gives their place with each transfer (``pages``): groups
     made of those in ``self.groups``, equal in all but addresses, strides, tensors and number of blocks.
@@ -158,37 +157,43 @@ class EngineDrivenTransferContext:
             raise LMCacheError(f"reserve: expected slots of {want} chunks, the server answers {reply.slots}")
         index = nbytes = 0
         for group, chunks, slots in zip(groups, wanted, reply.slots, strict=True):
-            jobs = []
-            for blocks, offset in zip(chunks.values(), slots[::2], strict=True):
-                if offset < 0:
-                    continue
-                if pool is not None:
-                    jobs.append((*_at(pool, offset, group), group.runs(blocks)))
-                else:
-                    self._write_frames(session, group, lease, index, group.runs(blocks))
-                index += 1
-            if jobs:
-                copy_pages(group, "store", jobs)
-            nbytes += sum(o >= 0 for o in slots[::2]) * group.namespace.object_bytes
+            offsets = slots[::2]
+            granted = [
+                (offset, group.spans(blocks))
+                for offset, blocks in zip(offsets, chunks.values(), strict=True)
+                if offset >= 0
+            ]
+            if pool is None:
+                self._write_frames(session, group, lease, index, [spans for _, spans in granted])
+            else:
+                copies = [ChunkCopy(*_at(pool, offset, group), spans) for offset, spans in granted]
+                copy_pages(group, "store", copies)
+            index += len(granted)
+            nbytes += len(granted) * group.namespace.object_bytes
         if not index:
             self.client.post(m.Abort(session=session, leases=[lease]))
             return 0
-        done = expect(
-            m.Ok, self.client.call(m.Commit(session=session, lease=lease, indexes=list(range(index))))[0]
-        )
+        commit = m.Commit(session=session, lease=lease, indexes=list(range(index)))
+        done = expect(m.Ok, self.client.call(commit)[0])
         self.counters.stored_chunks += done.count
         self.counters.stored_bytes += nbytes
         return done.count
 
     def _write_frames(
-        self, session: str, group: KVGroupPages, lease: int, index: int, runs: list[PageRun]
+        self, session: str, group: KVGroupPages, lease: int, first: int, chunks: list[list[Span]]
     ) -> None:
-        view, address = _buffer(group.namespace.object_bytes)
-        copy_pages(group, "store", [(address, view, runs)])
-        for offset in range(0, len(view), m.PIECE_BYTES):
-            piece = view[offset : offset + m.PIECE_BYTES]
-            message = m.Write(session=session, lease=lease, index=index, offset=offset)
-            self.client.call(message, len(piece), [piece])
+        address, view = _buffer(group.namespace.object_bytes)
+
+        def pieces() -> Iterator[tuple[m.Write, int, list[memoryview]]]:
+            for index, spans in enumerate(chunks, first):
+                copy_pages(group, "store", [ChunkCopy(address, view, spans)])
+                for offset in range(0, len(view), m.PIECE_BYTES):
+                    piece = view[offset : offset + m.PIECE_BYTES]  # copied by the transport as it is sent
+                    message = m.Write(session=session, lease=lease, index=index, offset=offset)
+                    yield message, len(piece), [piece]
+
+        for reply, _ in self.client.pipeline(pieces()):
+            expect(m.Ok, reply)
 
     # ---- load
 
@@ -218,46 +223,46 @@ class EngineDrivenTransferContext:
             raise LMCacheError("the server was restarted since the lookup")
         first = 0
         for group, blocks, slots, skip in zip(groups, item.blocks, item.slots, item.skip_blocks, strict=True):
-            jobs, checks = [], []
             per_chunk = group.namespace.blocks_per_chunk
             if len(blocks) * 2 != len(slots) * per_chunk:
                 raise LMCacheError(
                     f"{len(slots) // 2} chunks of {per_chunk} blocks for {len(blocks)} blocks of the engine"
                 )
+            wanted: list[tuple[int, list[Span]]] = []
             for i in range(len(slots) // 2):
-                runs = group.runs(
-                    blocks[i * per_chunk : (i + 1) * per_chunk], min(per_chunk, max(0, skip - i * per_chunk))
-                )
-                if not runs:
-                    continue
-                offset, generation = slots[2 * i : 2 * i + 2]
-                if pool is None:
-                    view, address = self._read_frames(bound.session, group, item.lease, first + i)
-                    jobs.append((address, view, runs))
-                else:
-                    jobs.append((*_at(pool, offset, group), runs))
-                    checks.append((offset, generation))
-            if pool is not None:
-                _check(pool, checks)
-            copy_pages(group, "load", jobs)
-            if pool is not None:
-                _check(pool, checks)  # again: the bytes were the object's during the whole copy
+                skipped = min(per_chunk, max(0, skip - i * per_chunk))
+                spans = group.spans(blocks[i * per_chunk : (i + 1) * per_chunk], skipped)
+                if spans:
+                    wanted.append((i, spans))
+            if pool is None:
+                chunks = [(first + i, spans) for i, spans in wanted]
+                self._read_frames(bound.session, group, item.lease, chunks)
+            else:
+                _copy_checked(pool, group, [(slots[2 * i], slots[2 * i + 1], spans) for i, spans in wanted])
             first += len(slots) // 2
-            self.counters.loaded_chunks += len(jobs)
-            self.counters.loaded_bytes += len(jobs) * group.namespace.object_bytes
+            self.counters.loaded_chunks += len(wanted)
+            self.counters.loaded_bytes += len(wanted) * group.namespace.object_bytes
 
     def _read_frames(
-        self, session: str, group: KVGroupPages, lease: int, index: int
-    ) -> tuple[memoryview, int]:
-        view, address = _buffer(group.namespace.object_bytes)
-        for offset in range(0, len(view), m.PIECE_BYTES):
-            length = min(m.PIECE_BYTES, len(view) - offset)
-            message = m.Read(session=session, lease=lease, index=index, offset=offset, length=length)
-            _, frames = self.client.call(message, length)
-            if len(frames) != 1 or len(frames[0]) != length:
-                raise LMCacheError(f"read of {length} bytes: the reply carries {[len(f) for f in frames]}")
-            view[offset : offset + length] = frames[0]
-        return view, address
+        self, session: str, group: KVGroupPages, lease: int, chunks: list[tuple[int, list[Span]]]
+    ) -> None:
+        address, view = _buffer(group.namespace.object_bytes)
+        pieces = [
+            (offset, min(m.PIECE_BYTES, len(view) - offset)) for offset in range(0, len(view), m.PIECE_BYTES)
+        ]
+        answers = self.client.pipeline(
+            (m.Read(session=session, lease=lease, index=index, offset=offset, length=length), length, ())
+            for index, _ in chunks
+            for offset, length in pieces
+        )
+        for _, spans in chunks:
+            for (offset, length), (_, frames) in zip(pieces, answers, strict=False):  # answers go on
+                if len(frames) != 1 or len(frames[0]) != length:
+                    raise LMCacheError(
+                        f"read of {length} bytes: the reply carries {[len(f) for f in frames]}"
+                    )
+                view[offset : offset + length] = frames[0]
+            copy_pages(group, "load", [ChunkCopy(address, view, spans)])
 
     # ---- session
 
@@ -332,12 +337,17 @@ def _at(pool: PoolView, offset: int, group: KVGroupPages) -> tuple[int, memoryvi
     return pool.address + offset, pool.data[offset : offset + size]
 
 
-def _check(pool: PoolView, checks: Sequence[tuple[int, int]]) -> None:
-    for offset, generation in checks:
-        if pool.generation(offset) != generation:
-            raise LMCacheError("the server took the object back (its lease ended)")
+def _copy_checked(pool: PoolView, group: KVGroupPages, chunks: list[tuple[int, int, list[Span]]]) -> None:
+    """Load ``(offset, generation, spans)`` from the pool; fails unless the bytes were the object's throughout."""
+    copies = [ChunkCopy(*_at(pool, offset, group), spans) for offset, _, spans in chunks]
+    for copied in (False, True):
+        if copied:
+            copy_pages(group, "load", copies)
+        for offset, generation, _ in chunks:
+            if pool.generation(offset) != generation:
+                raise LMCacheError("the server took the object back (its lease ended)")
 
 
-def _buffer(size: int) -> tuple[memoryview, int]:
+def _buffer(size: int) -> tuple[int, memoryview]:
     raw = bytearray(size)
-    return memoryview(raw), ctypes.addressof(ctypes.c_char.from_buffer(raw))
+    return ctypes.addressof(ctypes.c_char.from_buffer(raw)), memoryview(raw)

@@ -64,7 +64,10 @@ class Report:
     def finish(self) -> int:
         """Exit code: 1 if a goal was missed and ``--strict`` is on."""
         load = (self._load_before, os.getloadavg()[0])
-        print(f"\nload average {load[0]:.1f} before, {load[1]:.1f} after; other work on the machine spoils figures")
+        print(
+            f"\nload average {load[0]:.1f} before, {load[1]:.1f} after"
+            " (other work on the machine spoils the figures)"
+        )
         for goal in self._goals:
             print(goal)
         missed = [goal for goal in self._goals if not goal.met]
@@ -106,7 +109,9 @@ def _cpu() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return "unknown"
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown"
+    )
 
 
 # ---------------------------------------------------------------------------------------------------- time
@@ -120,7 +125,7 @@ def timed(what: Callable[[], Any]) -> float:
 
 
 def alternate(sides: dict[str, Callable[[], Any]], rounds: int, batch: int = 1) -> dict[str, list[float]]:
-    """Seconds of every single call. The sides take turns, ``batch`` calls each, so all see the same machine."""
+    """Seconds of every single call. The sides take turns, ``batch`` calls each."""
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(rounds):
         for name, call in sides.items():
@@ -136,7 +141,7 @@ def median(values: Iterable[float]) -> float:
 
 
 class Buffer:
-    """Private memory of this process, every page of it touched; small pages, as an engine's allocator gives."""
+    """Private memory of this process, every page touched; the pages are small, as an engine's are."""
 
     def __init__(self, size: int) -> None:
         self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
