@@ -140,6 +140,10 @@ class MiniEngine:
 
     # ---- requests
 
+    @property
+    def unfinished(self) -> int:
+        return len(self.waiting) + len(self.running) + len(self._loading)
+
     def add(self, request: FakeRequest) -> FakeRequest:
         self.waiting.append(request)
         self._seen.append(request)
@@ -174,7 +178,7 @@ class MiniEngine:
     def run(self, steps: int = 100) -> None:
         """Step until every request has its tokens."""
         for _ in range(steps):
-            if not self.waiting and not self.running and not self._loading:
+            if not self.unfinished:
                 self._settle()
                 return
             self.step()

@@ -101,8 +101,15 @@ class Rig:
     def wait_up(self, seconds: float = 10.0) -> None:
         wait_for(self.up, seconds, f"sessions open: {[client.reason for client in self.clients]}")
 
+    def wait_reopened(self, before: set[str], seconds: float = 10.0) -> None:
+        """Wait for sessions with another server than those of the epochs ``before``."""
+        wait_for(lambda: self.up() and before.isdisjoint(self.epochs()), seconds, "new sessions")
+
     def up(self) -> bool:
         return all(client.up for client in self.clients)
+
+    def epochs(self) -> set[str]:
+        return {client.welcome.epoch for client in self.clients if client.welcome is not None}
 
     def paths(self) -> list[str]:
         return [worker.path for worker in self.workers.values()]

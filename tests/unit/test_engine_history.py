@@ -50,7 +50,7 @@ class EngineHistory(RuleBasedStateMachine):
             budget=budget,
             lag=lag,
             save_decode=save_decode,
-            num_blocks=1024,
+            num_blocks=600,
         )
         self.ids = itertools.count()
         for prefix in PREFIXES:
@@ -65,6 +65,7 @@ class EngineHistory(RuleBasedStateMachine):
         local = min(local, (len(tokens) - 1) // 4 * 4)
         self.engine.add(FakeRequest(f"r{number}", tokens, local=local, **fields))
 
+    @precondition(lambda self: self.engine.unfinished < 12)
     @rule(
         prefix=st.sampled_from(PREFIXES),
         shared=st.sampled_from([40, 32, 31, 24, 9, 1]),
@@ -97,6 +98,7 @@ class EngineHistory(RuleBasedStateMachine):
 
     # ---- faults
 
+    @precondition(lambda self: self.engine.unfinished < 12)
     @rule(
         how=st.sampled_from(["take back", "take back", "evict", "restart", "stop"]),
         shared=st.sampled_from([40, 32]),

@@ -253,7 +253,7 @@ def test_an_adapter_that_cannot_be_read_runs_uncached_and_takes_no_other_s_kv(
 def test_each_chunk_is_stored_once_in_the_step_that_completes_it(server: LocalServer, budget: int) -> None:
     engine = MiniEngine(server, budget=budget)
     request = engine.add(FakeRequest("r", prompt(43)))
-    while engine.waiting or engine.running:
+    while engine.unfinished:
         engine.step()
         engine.check_store()
         if engine.running:
@@ -360,7 +360,7 @@ def test_after_a_failed_load_the_tokens_are_computed_and_the_chunks_stored_again
     engine, request = with_failing_load(
         server, lag=lag, ranks=ranks, block_sizes=blocks, mapped=mapped, budget=24
     )
-    while engine.waiting or engine.running or engine._loading:
+    while engine.unfinished:
         engine.step()
         engine.check_store()
     assert request.cached == 0

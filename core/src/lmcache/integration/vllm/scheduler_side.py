@@ -115,6 +115,16 @@ class SchedulerSide:
 
     def matched_tokens(self, request: Any, computed: int) -> int:
         """Tokens beyond the first ``computed`` whose KV the cache holds. Safe to ask any number of times."""
+        try:
+            return self._matched_tokens(request, computed)
+        except Exception:  # a fault of ours costs this request its hit, not the engine its life
+            logger.exception("request %s: lookup", request.request_id)
+            tracked = self._tracked.get(request.request_id)
+            if tracked is not None:
+                tracked.cacheable = False
+            return 0
+
+    def _matched_tokens(self, request: Any, computed: int) -> int:
         tracked = self._track(request)
         if tracked is None or not tracked.cacheable or tracked.bypass or not self.client.up:
             return 0
@@ -176,10 +186,12 @@ class SchedulerSide:
     def allocated(self, request: Any, blocks: tuple[list[int], ...], external: int) -> None:
         """vLLM allocated ``blocks`` (per group) for a request that takes ``external`` tokens from here."""
         tracked = self._tracked.get(request.request_id)
-        if tracked is None or tracked.hit is None:
-            return
         if external <= 0:
-            self._drop_hit(tracked)
+            if tracked is not None:
+                self._drop_hit(tracked)
+            return
+        if tracked is None or tracked.hit is None:
+            self._plan_failure(request, blocks)
             return
         hit, tracked.hit = tracked.hit, None
         first, last = hit.start * tracked.chunk_size, (hit.start + hit.chunks) * tracked.chunk_size
@@ -194,6 +206,12 @@ class SchedulerSide:
             skip_blocks=[(hit.computed - first) // bs for bs in self._block_sizes],
         )
         self._plan.loads.append((item, hit.found.slots))
+
+    def _plan_failure(self, request: Any, blocks: tuple[list[int], ...]) -> None:
+        """vLLM counts on tokens that we know nothing of: let that load fail, so that they are recomputed."""
+        logger.error("request %s: vLLM expects a load that was never promised", request.request_id)
+        item = LoadItem(request.request_id, 0, "", [], [list(ids) for ids in blocks], [0] * len(blocks))
+        self._plan.loads.append((item, [[[] for _ in blocks] for _ in range(self._ranks)]))
 
     def scheduled(
         self, request_id: str, computed: int, new_tokens: int, blocks: tuple[list[int], ...]

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from lmcache.integration.vllm.scheduler_side import StepPlan
+from lmcache.logging import init_logger
 from lmcache.v1.multiprocess.transfer_context.worker_transfer import EngineDrivenTransferContext, LoadItem
+
+logger = init_logger(__name__)
 
 
 @dataclass(slots=True)
@@ -36,7 +39,11 @@ class WorkerSide:
         if not plan.loads:
             return
         items = [replace(item, slots=slots[self._rank]) for item, slots in plan.loads]
-        failed = self.context.load(items)
+        try:
+            failed = self.context.load(items)
+        except Exception:  # a fault of ours: these requests are recomputed, the engine lives
+            logger.exception("loads of step %d", plan.step)
+            failed = items
         self._result.loaded.update(item.request for item in items)
         if failed:
             self._failed_step = plan.step
@@ -45,8 +52,12 @@ class WorkerSide:
 
     def store(self, plan: StepPlan) -> None:
         """Do the plan's stores; they are complete on return."""
-        if plan.stores and self._failed_step < plan.clean_from:
+        if not plan.stores or self._failed_step >= plan.clean_from:
+            return
+        try:
             self.context.store(plan.stores)
+        except Exception:  # a fault of ours costs what was to be stored, not the engine
+            logger.exception("stores of step %d", plan.step)
 
     def take_result(self) -> StepResult:
         """What became of the loads since the last call."""

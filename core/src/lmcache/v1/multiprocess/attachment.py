@@ -40,13 +40,14 @@ def attach(welcome: m.Welcome, want_pool: bool, shm: str) -> Attachment:
         LMCacheError: if ``shm`` is "require" and the pool cannot be mapped; the text says why.
     """
     where = welcome.attach
+    reason = ""
     if where is None:
         reason = "the server keeps its pool to itself (--shm off)"
     elif where.host != boot_id():
-        reason = "the server is on another host"
-    elif shm == "off":
+        where, reason = None, "the server is on another host"
+    elif want_pool and shm == "off":
         reason = "shared memory is switched off (lmcache.mp.shm=off)"
-    else:
+    elif want_pool:
         try:
             return _connect(where, welcome.session, want_pool)
         except (OSError, LMCacheError) as exc:
@@ -55,7 +56,13 @@ def attach(welcome: m.Welcome, want_pool: bool, shm: str) -> Attachment:
         if shm == "require":
             raise LMCacheError(f"lmcache.mp.shm=require: {reason}")
         info_once(logger, reason, "payload travels in frames: %s", reason)
-    return Attachment(None, None, reason if want_pool else "")
+    lifeline = None
+    if where is not None:
+        try:  # so that the server learns of our death at once, and not from a long silence
+            lifeline = _connect(where, welcome.session, want_pool=False)._lifeline
+        except (OSError, LMCacheError) as exc:
+            logger.debug("the server does not watch this process: %s", exc)
+    return Attachment(lifeline, None, reason if want_pool else "")
 
 
 def _connect(where: m.Attach, session: str, want_pool: bool) -> Attachment:
@@ -69,6 +76,8 @@ def _connect(where: m.Attach, session: str, want_pool: bool) -> Attachment:
             raise LMCacheError(answer.decode("utf-8", "replace") or "the server closed the connection")
         if not want_pool:
             return Attachment(lifeline, None, "")
+        if not fds:
+            raise LMCacheError("the server sent no descriptor")
         try:
             pool = PoolView(fds[0], where.data_bytes)
         finally:

@@ -79,6 +79,10 @@ class L1Cache:
                 if i < len(column) and column[i] in index:
                     index.move_to_end(column[i])
 
+    def is_used_up(self, owner: str, lease: int) -> bool:
+        """Whether no read lease of this id can be had: it was given back already, or is held."""
+        return (owner, lease) in self._gone or (owner, lease) in self._reads
+
     def pin(
         self,
         owner: str,
@@ -93,7 +97,7 @@ class L1Cache:
         Raises:
             KeyError: if the lease was given back already, or its id is in use.
         """
-        if (owner, lease) in self._gone or (owner, lease) in self._reads:
+        if self.is_used_up(owner, lease):
             raise KeyError(lease)
         index = self._index
         held = {rank: [[index[key] for key in column] for column in mine] for rank, mine in columns.items()}

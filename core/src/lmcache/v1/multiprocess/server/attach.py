@@ -145,7 +145,8 @@ class AttachServer:
             data[:_SESSION_ID_BYTES].decode("ascii", "replace"),
             data[_SESSION_ID_BYTES:] == WANT_FD,
         )
-        error = self._check_uid(peer) or self._on_attach(session, want_fd)
+        error = self._check_uid(peer) if want_fd else None
+        error = error or self._on_attach(session, want_fd)
         try:
             if error is not None:
                 peer.sendall(error.encode()[:500])

@@ -180,6 +180,8 @@ class Service:
         engine = self._engine(session)
         if self.stopping:
             return m.Found(epoch=self.epoch, chunks=0)
+        if self.l1.is_used_up(session.engine, msg.lease):  # maybe the request ended before this arrived
+            raise Refused("lease_gone", f"lease {msg.lease}: given back before, or in use; take a new id")
         chain = session.hashes.get(msg.request, [])
         if not 0 <= msg.known <= len(chain):
             raise Refused(
@@ -198,12 +200,7 @@ class Service:
         if not chunks:
             return m.Found(epoch=self.epoch, chunks=0)
         hit = {rank: [column[:chunks] for column in mine] for rank, mine in columns.items()}
-        try:
-            held = self.l1.pin(session.engine, msg.lease, session.id, msg.request, hit)
-        except KeyError:
-            raise Refused(
-                "lease_gone", f"lease {msg.lease}: given back before, or in use; take a new id"
-            ) from None
+        held = self.l1.pin(session.engine, msg.lease, session.id, msg.request, hit)
         self.metrics.hit_tokens.inc(chunks * self.config.chunk_size)
         slots = [
             [[word for entry in column for word in (entry.offset, entry.generation)] for column in held[rank]]
