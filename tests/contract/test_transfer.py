@@ -276,8 +276,8 @@ def test_of_a_request_that_ended_the_last_chunks_are_evicted_first() -> None:
         rig(small, page_bytes=(page, page)) as engine,
     ):
         assert engine.lookup("r", prompt()) == 0
-        for end in (64, 128, 160):  # as prefill in parts stores it
-            engine.store(prompt(end), A[: end // 16])
+        for first, end in ((0, 64), (2, 128), (4, 160)):  # as prefill in parts stores it
+            engine.store(prompt(end), A[: end // 16], first=first)
         engine.end("r")
         for i in range(1, 12):
             engine.store(prompt(32, i * 1000), A[:2])

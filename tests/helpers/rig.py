@@ -132,18 +132,22 @@ class Rig:
                         memory.fill(block, tokens[: (i + 1) * BLOCK])
 
     def store(
-        self, tokens: Sequence[int], blocks: Sequence[int], rank: int | None = None, **scope: Any
+        self,
+        tokens: Sequence[int],
+        blocks: Sequence[int],
+        rank: int | None = None,
+        first: int = 0,
+        **scope: Any,
     ) -> int:
-        """Compute and store; how many objects were published."""
+        """Compute all and store from chunk ``first`` on; how many objects were published."""
         self.compute(tokens, blocks)
         size = self._chunk_size
         per_chunk = size // BLOCK
         hashes = chunk_hashes(tokens, Scope(chunk_size=size, **scope))
-        item = [
-            StoreItem(size, hashes, [list(blocks[: len(hashes) * per_chunk])] * len(memories))
-            for memories in list(self.memories.values())[:1]
-        ]
-        return sum(w.store(item) for r, w in self.workers.items() if rank is None or r == rank)
+        stored = list(blocks[first * per_chunk : len(hashes) * per_chunk])
+        groups = len(next(iter(self.memories.values())))
+        item = StoreItem(size, hashes[first:], [stored] * groups)
+        return sum(w.store([item]) for r, w in self.workers.items() if rank is None or r == rank)
 
     @property
     def _chunk_size(self) -> int:

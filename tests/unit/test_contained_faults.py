@@ -5,8 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from helpers.local import LocalClient, LocalServer
 from helpers.mini_engine import FakeRequest
 from lmcache.integration.vllm.scheduler_side import SchedulerSide, StepPlan
@@ -48,7 +46,7 @@ def scheduler() -> SchedulerSide:
     return SchedulerSide(client, [4])  # type: ignore[arg-type]
 
 
-def test_tokens_that_cannot_be_hashed_run_uncached(caplog: pytest.LogCaptureFixture) -> None:
+def test_tokens_that_cannot_be_hashed_run_uncached() -> None:
     side = scheduler()
     request = FakeRequest("r", [-1] * 40)
     assert side.matched_tokens(request, 0) == 0
