@@ -17,6 +17,8 @@ import lmcache
 import lmcache.v1.platform
 from lmcache import errors
 from lmcache.v1.platform import _device_detect, _registry
+from lmcache.v1.platform._admission import Candidate
+from lmcache.v1.platform._records import ENTRY_POINT, PluginRecord
 from lmcache.v1.platform.base.device_spec import DeviceSpec
 from lmcache.v1.platform.cpu import CpuDeviceSpec
 from lmcache.v1.platform.cpu.stub_cpu_device import StubCPUDevice, StubStream
@@ -77,6 +79,15 @@ def backend(name: str, device_type: str = "foo", available: bool | BaseException
     return Spec
 
 
+def candidate(cls: type[DeviceSpec]) -> Candidate:
+    """As if an entry point of a wheel named it."""
+    try:
+        name = cls.backend_name.fget(None)  # type: ignore[attr-defined]  # without constructing it
+    except AttributeError:
+        name = cls.__name__.lower()
+    return Candidate(PluginRecord(name, f"lmcache-{name}", "0.1", f"m:{name}", ENTRY_POINT), lambda: cls)
+
+
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Put backends beside the built-in ones, with a torch that has a module ``foo`` and a module ``bar``."""
@@ -84,7 +95,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def installed(*classes: type[DeviceSpec]) -> None:
         torch = SimpleNamespace(foo="torch.foo", bar="torch.bar", __version__="0")
         monkeypatch.setitem(sys.modules, "torch", torch)
-        monkeypatch.setattr(_registry, "SOURCES", (*_registry.SOURCES, lambda on_error: classes))
+        sources = (_registry.builtin_candidates, lambda: [candidate(cls) for cls in classes])
+        monkeypatch.setattr(_registry, "SOURCES", sources)
         _device_detect.reset()
 
     return installed
@@ -248,7 +260,7 @@ def test_a_faulty_backend_costs_only_itself_and_its_reason_is_kept(install: Call
     found = _device_detect.registry()
     assert set(found.specs) == {"cpu", "foo"}
     assert isinstance(found.specs["cpu"], CpuDeviceSpec)
-    reasons = " / ".join(reason for _, reason in found.faults)
+    reasons = " / ".join(record.note for record in found.records)
     assert "SystemExit: no" in reasons
     assert "lowercase" in reasons
     assert "'foo' is taken" in reasons

@@ -100,6 +100,8 @@ class DeviceSpec:
 
         Raises whatever ``ensure_native`` raises; nothing is cached then, so a later call tries again.
         """
+        if self._ops_cache is not None:
+            return self._ops_cache
         with _OPS_LOCK:
             if self._ops_cache is None:
                 ops = self.ops_cls()
