@@ -53,13 +53,13 @@ def known_wheels() -> tuple[KnownWheel, ...]:
 def install_hint(name: str) -> str:
     """What to install for a known backend or device type called ``name``; empty if it is not known."""
     wheels = sorted({known.wheel for known in known_wheels() if name in (known.backend, known.device_type)})
-    return f"{name} is known but not installed: pip install {wheels[0]}" if wheels else ""
+    return f"; {name} is known but not installed: pip install {wheels[0]}" if wheels else ""
 
 
 def did_you_mean(name: str, names: Iterable[str], known: Iterable[str] = ()) -> str:
-    """A question with the closest of ``names`` and ``known``; empty if none is close."""
+    """The closest of ``names`` and ``known`` as a question in parentheses; empty if none is close."""
     close = difflib.get_close_matches(name, dict.fromkeys([*names, *known]), 1, 0.6)
-    return f"did you mean {close[0]}?" if close else ""
+    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def hardware_hint(installed: Iterable[str], root: Path | None = None) -> str:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from lmcache.v1.platform._records import ENTRY_POINT, PluginRecord, describe
+from lmcache.v1.platform._records import ENTRY_POINT, PluginRecord
 
 if sys.version_info >= (3, 12):
     from importlib import metadata
@@ -90,7 +90,7 @@ def _fault(name: str, dist: Any, exc: Exception) -> PluginRecord:
     except Exception:
         version = ""
     record = PluginRecord(name or "?", name, version, "", ENTRY_POINT)
-    record.settle("metadata", f"its entry_points.txt cannot be read: {describe(exc)}", exc)
+    record.settle("metadata", "its entry_points.txt cannot be read", exc)
     return record
 
 

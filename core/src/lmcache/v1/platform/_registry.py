@@ -108,10 +108,7 @@ class Registry:
     def refuse(self, record: PluginRecord, why: Refused) -> None:
         """Settle a failure and log it: once, in one line, naming plugin, distribution and version."""
         record.settle(why.code, why.note, why.exc, **why.extra)
-        logger.warning(
-            "%s cannot be used: %s: %s%s",
-            label(record), record.state.value, record.note, f"; {record.remedy}" if record.remedy else "",
-        )  # fmt: skip
+        _report(record)
 
     def probe(self, record: PluginRecord, torch: Any) -> bool:
         """Whether a loaded backend can be used here now; the record says why not. Never cached."""
@@ -129,6 +126,11 @@ class Registry:
             return False
         record.settle("usable")
         return True
+
+
+def _report(record: PluginRecord) -> None:
+    remedy = f"; {record.remedy}" if record.remedy else ""
+    logger.warning("%s cannot be used: %s: %s%s", label(record), record.state.value, record.note, remedy)
 
 
 def label(record: PluginRecord) -> str:
@@ -151,6 +153,9 @@ def discover() -> Registry:
     """A registry of all that the sources know, without importing any plugin."""
     candidates = [candidate for source in SOURCES for candidate in source()]
     registry = Registry(candidates, core_version())
+    for record in registry.records:
+        if record.state is not State.FOUND:
+            _report(record)
     _block(registry.records)
     registry.load_built_in()
     return registry
@@ -184,7 +189,6 @@ def _builtin(package: Any, name: str) -> list[Candidate]:
         record = _builtin_record(name, module)
         record.settle("import-raised", describe(exc), exc)
         record.import_seconds = seconds
-        logger.warning("%s cannot be used: %s", label(record), record.verdict())
         found.append(Candidate(record, partial(_same, None)))
     return found
 

@@ -98,9 +98,7 @@ def _select_type(found: Registry, torch: Any, wanted_type: str) -> tuple[PluginR
     candidates = found.of_type(wanted_type)
     if not candidates:
         hint = install_hint(wanted_type) or did_you_mean(wanted_type, _types(found), _known_types())
-        raise DeviceError(
-            "; ".join(filter(None, [f"{asked}: no backend of that type", hint, _inventory(found)]))
-        )
+        raise DeviceError(f"{asked}: no backend of that type{hint}; {_inventory(found)}")
     usable = [record for record in candidates if found.probe(record, torch)]
     if not usable:
         listed = "; ".join(f"{record.name}: {_reason(record)}" for record in candidates)
@@ -165,8 +163,7 @@ def spec_for_type(found: Registry, device_type: str) -> DeviceSpec:
     candidates = found.of_type(device_type)
     if not candidates:
         hint = install_hint(device_type)
-        text = f"device type {device_type!r}: no backend serves it"
-        raise DeviceError("; ".join(filter(None, [text, hint, _inventory(found)])))
+        raise DeviceError(f"device type {device_type!r}: no backend serves it{hint}; {_inventory(found)}")
     if len(candidates) == 1:
         return found.specs[candidates[0].name]
     by_name = {record.name: record for record in candidates}
@@ -197,7 +194,7 @@ def _absent(found: Registry, backend: str) -> str:
         return "; ".join(refused)
     names = [record.name for record in found.records]
     hint = install_hint(backend) or did_you_mean(backend, names, (known.backend for known in known_wheels()))
-    return "; ".join(filter(None, ["no such backend", hint, _inventory(found)]))
+    return f"no such backend{hint}; {_inventory(found)}"
 
 
 def _reason(record: PluginRecord) -> str:
