@@ -88,8 +88,9 @@ class PluginHost:
             for name, offer in answer.items():
                 if name in (taken or ()) or name in offers:
                     holder = offers[name][1].point.source if name in offers else "lmcache"
-                    record.note = f"its {name!r} is not used: the name is taken by {holder}"
-                    logger.warning("%s", record.verdict())
+                    fault = f"its {name!r} is not used: the name is taken by {holder}"
+                    record.note = f"{record.note}; {fault}" if record.note else fault
+                    logger.warning("plugin %s of %s: %s", record.point.name, record.point.source, fault)
                 else:
                     offers[name] = (offer, record)
         return offers
@@ -165,8 +166,9 @@ class PluginHost:
     # ---- calling
 
     def _calls(self, hook: str, arguments: Mapping[str, Any]) -> Iterator[tuple[PluginRecord, Any]]:
-        """Call the hook of each plugin, first to last as pluggy orders them; its record and answer."""
-        for impl in reversed(getattr(self._manager.hook, hook).get_hookimpls()):
+        """The hook's answer of each plugin, in the order of loading but for ``tryfirst`` and ``trylast``."""
+        impls = getattr(self._manager.hook, hook).get_hookimpls()
+        for impl in sorted(impls, key=lambda impl: impl.trylast - impl.tryfirst):
             record = self._loaded[id(impl.plugin)]
             self.calling = f"{record.point.name} of {record.point.source}"
             try:
