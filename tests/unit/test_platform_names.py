@@ -9,16 +9,14 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 
 import pytest
 
 import lmcache
 import lmcache.v1.platform
+from helpers.devices import backend, install_backends
 from lmcache import errors
-from lmcache.v1.platform import _device_detect, _registry
-from lmcache.v1.platform._admission import Candidate
-from lmcache.v1.platform._records import ENTRY_POINT, PluginRecord
+from lmcache.v1.platform import _device_detect
 from lmcache.v1.platform.base.device_spec import DeviceSpec
 from lmcache.v1.platform.cpu import CpuDeviceSpec
 from lmcache.v1.platform.cpu.stub_cpu_device import StubCPUDevice, StubStream
@@ -55,51 +53,9 @@ def fresh_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     _device_detect.reset()
 
 
-def backend(name: str, device_type: str = "foo", available: bool | BaseException = True) -> type[DeviceSpec]:
-    """A spec class; ``available`` may be what its probe raises."""
-
-    class Spec(DeviceSpec):
-        @property
-        def device_type(self) -> str:
-            return device_type
-
-        @property
-        def backend_name(self) -> str:
-            return name
-
-        @property
-        def torch_module_name(self) -> str:
-            return device_type
-
-        def is_available(self) -> bool:
-            if isinstance(available, BaseException):
-                raise available
-            return available
-
-    return Spec
-
-
-def candidate(cls: type[DeviceSpec]) -> Candidate:
-    """As if an entry point of a wheel named it."""
-    try:
-        name = cls.backend_name.fget(None)  # type: ignore[attr-defined]  # without constructing it
-    except AttributeError:
-        name = cls.__name__.lower()
-    return Candidate(PluginRecord(name, f"lmcache-{name}", "0.1", f"m:{name}", ENTRY_POINT), lambda: cls)
-
-
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Put backends beside the built-in ones, with a torch that has a module ``foo`` and a module ``bar``."""
-
-    def installed(*classes: type[DeviceSpec]) -> None:
-        torch = SimpleNamespace(foo="torch.foo", bar="torch.bar", __version__="0")
-        monkeypatch.setitem(sys.modules, "torch", torch)
-        sources = (_registry.builtin_candidates, lambda: [candidate(cls) for cls in classes])
-        monkeypatch.setattr(_registry, "SOURCES", sources)
-        _device_detect.reset()
-
-    return installed
+    return lambda *classes: install_backends(monkeypatch, *classes)
 
 
 # --- import ------------------------------------------------------------------------------------------------
