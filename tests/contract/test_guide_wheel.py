@@ -59,6 +59,15 @@ class FullSpec(DeviceSpec):
         return BaseCacheContext
 """
 
+FULL_MODULE = """
+class _Event:
+    from_ipc_handle = ipc_handle = print
+
+    def __init__(self, interprocess): ...
+
+full = SimpleNamespace(Event=_Event)
+"""
+
 USE = """
 import json, lmcache
 from lmcache.v1 import platform
@@ -123,11 +132,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def fake_torch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("torch")
-    (folder / "torch.py").write_text(
-        FAKE_TORCH
-        + "class _Event:\n    from_ipc_handle = ipc_handle = print\n    def __init__(self, interprocess): ...\n"
-        "full = SimpleNamespace(Event=_Event)\n"
-    )
+    (folder / "torch.py").write_text(FAKE_TORCH + FULL_MODULE)
     return folder
 
 

@@ -9,14 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from packaging.specifiers import SpecifierSet
 
 import lmcache
 from helpers.devices import backend, candidate, install_candidates
 from lmcache.errors import ConfigError, DeviceError
 from lmcache.v1 import platform
 from lmcache.v1.platform import _device_detect
-from lmcache.v1.platform._compat import api_mismatch, range_mismatch
+from lmcache.v1.platform._compat import _plainly_allows, api_mismatch, range_mismatch
 from lmcache.v1.platform._known import hardware_hint, known_wheels
+from lmcache.v1.platform._metadata import GROUP, entry_point_records
 from lmcache.v1.platform._records import ENTRY_POINT, REASONS, PluginRecord, State
 from lmcache.v1.platform.cpu.stub_cpu_device import StubCPUDevice
 
@@ -102,6 +106,25 @@ def test_disabled_plugins_are_not_imported_and_the_cpu_stays(
     assert "blocked (lmcache-foo 0.1); disabled by LMCACHE_DISABLE_PLUGINS" in refusal()
 
 
+def test_a_distribution_that_is_hidden_on_the_path_announces_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder, version, names in (
+        ("b", "1.0", ("old", "kept")),
+        ("a", "2.0", ("kept",)),
+        ("c", "2.0", ("kept",)),
+    ):
+        info = tmp_path / folder / "lmcache_two-0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Name: lmcache-two\nVersion: {version}\n\nVersion: 9\n")
+        lines = "".join(f"{name} = two:{name}\n" for name in names)
+        (info / "entry_points.txt").write_text(f"[{GROUP}]\n{lines}")
+    for folder in ("b", "a", "c"):  # the last one put in front comes first on the path
+        monkeypatch.syspath_prepend(tmp_path / folder)
+    found = [r for r in entry_point_records() if r.distribution == "lmcache-two"]
+    assert [(r.name, r.value, r.version) for r in found] == [("kept", "two:kept", "2.0")]
+
+
 @pytest.mark.parametrize("where", ["import", "constructor", "probe"])
 def test_the_person_at_the_keyboard_is_heard(install: Install, where: str) -> None:
     def interrupt(*_: Any) -> Any:
@@ -179,6 +202,28 @@ def test_a_requirement_on_the_core_is_evaluated(requirement: str, core: str, com
     assert (found and found[1]) == command
     if found:
         assert f"lmcache {core} runs" in found[0]
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([">=", "<=", ">", "<"]), st.from_regex(r"\A[0-3](\.[0-2]){0,2}\Z")),
+        max_size=3,
+    ),
+    st.from_regex(r"\A[0-3](\.[0-2]){0,2}\Z"),
+)
+def test_the_short_way_through_a_plain_requirement_agrees_with_packaging(
+    clauses: list[tuple[str, str]], core: str
+) -> None:
+    text = ", ".join(f"{sign} {bound}" for sign, bound in clauses)
+    assert _plainly_allows(f"lmcache {text}", core) == SpecifierSet(text).contains(core)
+
+
+@pytest.mark.parametrize(
+    "line", ["lmcache>=1 ; extra == 'x'", "lmcache-cuda>=1", "lmcache==1.0", "lmcache>=1rc1"]
+)
+def test_the_short_way_leaves_what_is_not_plain_to_packaging(line: str) -> None:
+    assert not _plainly_allows(line, "1.0")
+    assert not _plainly_allows("lmcache>=1", "1.0rc1")
 
 
 @pytest.mark.parametrize(

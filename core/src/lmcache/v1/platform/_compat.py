@@ -7,6 +7,8 @@ where native code is bound: ``DeviceOps.bind_native``.
 
 from __future__ import annotations
 
+import operator
+import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,11 @@ __all__ = ["CORE", "Mismatch", "api_mismatch", "is_api_pin", "range_mismatch"]
 CORE = "lmcache"
 _UNKNOWN = "0+unknown"
 
+_RELEASE = re.compile(r"\d+(\.\d+)*")
+_CLAUSE = re.compile(r"(>=|<=|>|<)\s*(\d+(?:\.\d+)*)")
+_PLAIN = re.compile(rf"{CORE}\s*(?P<clauses>{_CLAUSE.pattern}(\s*,\s*{_CLAUSE.pattern})*)?\s*", re.ASCII)
+_COMPARE = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
+
 #: What does not fit, and the command that mends it.
 Mismatch = tuple[str, str]
 
@@ -30,6 +37,8 @@ def range_mismatch(requires: Iterable[str], distribution: str, core_version: str
     if not lines or core_version == _UNKNOWN:  # run from a source tree: there is nothing to compare with
         return None
     for line in lines:
+        if _plainly_allows(line, core_version):
+            continue
         requirement = _requirement_on_core(line)
         if requirement is None or requirement.specifier.contains(core_version, prereleases=True):
             continue
@@ -41,6 +50,28 @@ def range_mismatch(requires: Iterable[str], distribution: str, core_version: str
             else _upgrade(distribution),
         )
     return None
+
+
+def _plainly_allows(line: str, core_version: str) -> bool:
+    """Whether a requirement in its usual form (``lmcache>=1.2,<2``) allows a final release of the core.
+
+    False says nothing. This spares the usual case the import of ``packaging``, which takes about as long as
+    the scan of all installed distributions.
+    """
+    match = _PLAIN.fullmatch(line)
+    if match is None or not _RELEASE.fullmatch(core_version):
+        return False
+    have = _release(core_version)
+    clauses = _CLAUSE.findall(match["clauses"] or "")
+    return all(_COMPARE[sign](have, _release(bound)) for sign, bound in clauses)
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """The numbers of a version, so that 1.0 equals 1."""
+    numbers = [int(part) for part in version.split(".")]
+    while numbers and not numbers[-1]:
+        numbers.pop()
+    return tuple(numbers)
 
 
 def _requirement_on_core(line: str) -> Requirement | None:
