@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import sys
+import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -104,6 +106,35 @@ def test_disabled_plugins_are_not_imported_and_the_cpu_stays(
     monkeypatch.setenv("LMCACHE_DEVICE_BACKEND", "foo")
     _device_detect.reset()
     assert "blocked (lmcache-foo 0.1); disabled by LMCACHE_DISABLE_PLUGINS" in refusal()
+
+
+def test_a_package_below_the_platform_is_a_backend_and_a_broken_one_is_a_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = textwrap.dedent("""
+        from lmcache.v1.platform.base.device_spec import DeviceSpec
+
+        class InTreeSpec(DeviceSpec):
+            device_type = torch_module_name = "foo"
+            backend_name = "intree"
+
+            def is_available(self):
+                return True
+    """)
+    for name, source in (("aaa_broken", "raise SystemExit('no driver')\n"), ("zzz_intree", spec)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(source)
+    monkeypatch.setattr(platform, "__path__", [*platform.__path__, str(tmp_path)])
+    for name in ("aaa_broken", "zzz_intree"):  # imported below, and to be forgotten with the folder
+        monkeypatch.setitem(sys.modules, f"lmcache.v1.platform.{name}", None)
+        del sys.modules[f"lmcache.v1.platform.{name}"]
+    install_candidates(monkeypatch, candidate(backend("intree"), distribution="outside"))
+    assert platform.current_device_spec.backend_name == "intree"
+    states = {(r.name, r.origin): (r.state.value, r.note) for r in platform.device_records()}
+    assert states["aaa_broken", "built-in"] == ("import-failed", "SystemExit: no driver")
+    assert states["intree", "built-in"][0] == "selected"
+    assert states["intree", "entry-point"][0] == "duplicate"
+    assert "aaa_broken of lmcache" in caplog.text
 
 
 def test_a_distribution_that_is_hidden_on_the_path_announces_nothing(

@@ -27,16 +27,15 @@ def run(args: argparse.Namespace) -> int:
     from lmcache.v1.platform.diagnosis import survey
 
     seen = survey(args.timeout)
-    reasons = {r["name"]: _why_not(r, seen) for r in seen.records if r["state"] != "selected"}
+    others = [(r["name"], _why_not(r, seen)) for r in seen.records if r["state"] != "selected"]
     data = {
         "selected": seen.selected,
         "why": seen.why,
         "error": seen.error,
         "settings": settings(),
-        "not_selected": reasons,
+        "not_selected": [{"name": name, "why": why} for name, why in others],
         "devices": seen.records,
     }
-    others = [(r["name"], _why_not(r, seen)) for r in seen.records if r["state"] != "selected"]
     told = [_answer(seen), f"settings: {settings_text()}"]
     emit(args.format, data, paragraphs("\n".join(told), "not selected:\n" + pairs(others) if others else ""))
     return 1 if seen.error else 0

@@ -108,13 +108,13 @@ def _examined(candidate: tuple[str, PluginRecord], seconds: float) -> dict[str, 
         end = _run({"verdicts": verdicts, "only": key}, seconds)
         if end.result is not None:
             return {**_public(end.result["records"][0]), "checks": end.result["checks"]}
-        if end.key == TORCH and TORCH not in verdicts:
-            verdicts[TORCH] = _verdict(end)
-            continue
-        if end.step in _CODES and end.key == key:
+        if end.key == key and end.step in _CODES:
             code, note = _verdict(end)
             record.settle(code, note)
             return {**record.as_dict(), "checks": []}
+        if end.key and end.key != key and end.key not in verdicts:
+            verdicts[end.key] = _verdict(end)  # torch, or another of the same name, which comes first
+            continue
         record.settle("usable" if end.step in ("native", "copy") else "found")
         return {
             **record.as_dict(),

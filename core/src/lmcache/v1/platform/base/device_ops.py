@@ -33,8 +33,9 @@ _TORCH_OPS = "lmcache.v1.platform.torch_ops"
 class DeviceOps:
     """Operations on a device's memory; this class is the torch baseline.
 
-    An op that a backend lacks raises AttributeError, so ``hasattr(ops, name)`` is the probe for it. Types
-    (``PageBufferShapeDesc`` and the like) read through the instance, so a native type replaces ours.
+    Ops of the baseline need no method here: what the class lacks is looked up there. An op that a backend
+    lacks raises AttributeError, so ``hasattr(ops, name)`` is the probe for it. Types (``PageBufferShapeDesc``
+    and the like) read through the instance, so a native type replaces ours.
     """
 
     device_type: ClassVar[str] = ""
@@ -130,8 +131,7 @@ class DeviceOps:
             LayoutError: The format is not served, or tensors do not fit the row or the descriptor.
             ValueError: ``chunk_size``, ``skip_prefix_n_blocks``, ``direction`` or a block id is out of range.
         """
-        # Looked up by name: this contract stands above the baseline and must not depend on it statically.
-        importlib.import_module(_TORCH_OPS).multi_layer_block_kv_transfer(
+        self._baseline("multi_layer_block_kv_transfer")(
             paged,
             objects,
             block_ids,
@@ -155,6 +155,7 @@ class DeviceOps:
 
     def _baseline(self, name: str) -> Any:
         """The baseline's op, unless callers rely on a stream order that it does not keep."""
+        # Looked up by name: this contract stands above the baseline and must not depend on it statically.
         op = getattr(importlib.import_module(_TORCH_OPS), name, None)
         if op is None:
             raise AttributeError(f"{type(self).__name__} has no device operation {name!r}")
