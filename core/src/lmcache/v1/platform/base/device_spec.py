@@ -60,8 +60,8 @@ class DeviceSpec:
     Constructed once per process, without arguments. Subclasses need not call ``super().__init__()``.
     """
 
-    #: The contract a plugin is written for. One that sets it, ``plugin_api = (1, 0)``, is refused in one line by
-    #: a core of another major version or a lower minor one; one that does not set it runs on any core.
+    #: The contract a plugin is written for. One that sets it, ``plugin_api = (1, 0)``, is refused by a core
+    #: of another major version or a lower minor one; one that does not set it runs on any core.
     plugin_api: ClassVar[tuple[int, int]] = PLUGIN_API
 
     _ops_cache: DeviceOps | None = None
