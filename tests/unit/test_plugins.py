@@ -166,8 +166,14 @@ def test_a_distribution_with_unreadable_metadata_does_not_hide_the_others(
 ) -> None:
     install("broken", {"broken": "broken_module"}, OBSERVER)
     install("good", {"good": "good_module"}, OBSERVER)
-    (tmp_path / "site" / "broken-1.0.dist-info" / "entry_points.txt").write_bytes(b"[lmcache.plugins]\n\xff=")
+    points = tmp_path / "site" / "broken-1.0.dist-info" / "entry_points.txt"
+    points.write_bytes(b"[lmcache.plugins]\n\xff=")
     assert records(PluginHost())["good"].state == "loaded"
+    points.write_text("[lmcache.plugins]\nno equals sign\n")
+    host = PluginHost()
+    assert records(host)["good"].state == "loaded"
+    assert records(host)["broken"].state == "invalid"
+    assert records(host)["broken"].note.startswith("its entry_points.txt cannot be read: ")
 
 
 # ---- calling

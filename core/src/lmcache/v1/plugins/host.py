@@ -14,9 +14,9 @@ from typing import Any
 
 import pluggy
 
-import lmcache
 from lmcache.logging import init_logger
 from lmcache.v1.platform._compat import range_mismatch
+from lmcache.v1.platform._metadata import core_version
 from lmcache.v1.plugins import hookspecs
 from lmcache.v1.plugins.records import PluginRecord
 from lmcache.v1.utils.entry_points import EntryPoint, blocked_names, entry_points, is_blocked
@@ -109,7 +109,9 @@ class PluginHost:
         point = record.point
         if is_blocked(point, blocked):
             record.settle("blocked")  # as asked: nothing to report
-        elif mismatch := range_mismatch(point.requires, point.distribution, lmcache.__version__):
+        elif point.fault:
+            self._fail(record, "invalid", point.fault)
+        elif mismatch := range_mismatch(point.requires, point.distribution, core_version()):
             self._fail(record, "incompatible", mismatch[0], command=mismatch[1])
         elif earlier := self._earlier(record):
             self._fail(

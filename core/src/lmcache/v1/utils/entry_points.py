@@ -1,7 +1,8 @@
 """Entry points of installed distributions, read from metadata alone: nothing of a plugin is imported here.
 
-``importlib_metadata`` gives Python below 3.12 the API of today; from 3.12 on the standard library has it, and
-is faster.
+``importlib_metadata`` gives Python below 3.12 the API of today; from 3.12 on the standard library has it. Only
+the search for distributions is used: ``entry_points()`` of either parses the files of every distribution, and
+fails as a whole if one of them cannot be read.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ else:
 __all__ = ["DISABLE_VARIABLE", "EntryPoint", "blocked_names", "entry_points", "is_blocked"]
 
 DISABLE_VARIABLE = "LMCACHE_DISABLE_PLUGINS"
+_POINTS = "entry_points.txt"
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class EntryPoint:
     version: str
     requires: tuple[str, ...] = ()
     """The distribution's requirements, as written."""
+    fault: str = ""
+    """Why the distribution's entry points cannot be read; then this stands for all of them."""
 
     @property
     def source(self) -> str:
@@ -40,13 +44,13 @@ class EntryPoint:
 
 
 def entry_points(group: str) -> list[EntryPoint]:
-    """The entry points of ``group``, in the order of (name, value, distribution). Never raises."""
-    try:
-        points = list(metadata.entry_points(group=group))
-    except Exception:  # one distribution with unreadable metadata spoils the scan of all
-        points = list(_one_by_one(group))
-    found = {_described(point) for point in points}  # one distribution may be found twice
-    return sorted(found, key=lambda point: (point.name, point.value, point.distribution))
+    """The entry points of ``group`` in the order of (name, value, distribution). None of them is imported."""
+    found: dict[tuple[str, str, str], EntryPoint] = {}
+    for dist in metadata.distributions():
+        if group in (text := _read(dist, _POINTS)):
+            for point in _of(dist, group, text):  # one distribution may be found twice: on two paths
+                found.setdefault((point.name, point.value, point.distribution), point)
+    return [found[key] for key in sorted(found)]
 
 
 def blocked_names() -> frozenset[str]:
@@ -64,25 +68,36 @@ def _normal(name: str) -> str:
     return name.strip().lower().replace("_", "-")
 
 
-def _described(point: Any) -> EntryPoint:
+def _of(dist: Any, group: str, text: str) -> Iterator[EntryPoint]:
+    name, version, requires = _headers(dist)
+    first = next(iter(metadata.distributions(name=name)), dist) if name else dist
+    if _read(first, _POINTS) != text:
+        return  # another version of it comes earlier on the path, and hides this one as it does at import
     try:
-        headers = point.dist.metadata
-        owner = str(headers["Name"] or ""), str(headers["Version"] or "")
-        return EntryPoint(
-            point.name, point.value, *owner, tuple(map(str, headers.get_all("Requires-Dist") or ()))
-        )
-    except Exception:  # no metadata file, or one that is no text: the plugin may be sound all the same
-        return EntryPoint(str(point.name), str(point.value), "", "")
+        points = [(str(p.name), str(p.value)) for p in dist.entry_points if p.group == group]
+    except Exception as exc:
+        fault = f"its {_POINTS} cannot be read: {type(exc).__name__}: {exc}"
+        yield EntryPoint(name or "?", "", name, version, requires, fault)
+        return
+    for point, value in points:
+        yield EntryPoint(point, value, name, version, requires)
 
 
-def _one_by_one(group: str) -> Iterator[Any]:
-    seen: set[str] = set()
-    for dist in metadata.distributions():
-        try:
-            name = _normal(str(dist.metadata["Name"] or ""))
-            points = [point for point in dist.entry_points if point.group == group]
-        except Exception:  # noqa: S112 - what cannot be read announces nothing
-            continue
-        if name not in seen:  # else shadowed by one that comes earlier on the path
-            yield from points
-        seen.add(name)
+def _headers(dist: Any) -> tuple[str, str, tuple[str, ...]]:
+    """Name, version and requirements, without the ``email`` package, which takes longer to import than this."""
+    found: dict[str, list[str]] = {"name": [], "version": [], "requires-dist": []}
+    for line in (_read(dist, "METADATA") or _read(dist, "PKG-INFO")).splitlines():
+        key, _, value = line.partition(":")
+        if not line.strip():  # the end of the headers
+            break
+        if key.lower() in found:
+            found[key.lower()].append(value.strip())
+    return "".join(found["name"][:1]), "".join(found["version"][:1]), tuple(found["requires-dist"])
+
+
+def _read(dist: Any, name: str) -> str:
+    """A file of a distribution's metadata; empty if there is none, or if it is no text."""
+    try:
+        return str(dist.read_text(name) or "")
+    except Exception:
+        return ""
