@@ -1,8 +1,8 @@
 """Entry points of installed distributions, read from metadata alone: nothing of a plugin is imported here.
 
-``importlib_metadata`` gives Python below 3.12 the API of today; from 3.12 on the standard library has it. Only
-the search for distributions is used: ``entry_points()`` of either parses the files of every distribution, and
-fails as a whole if one of them cannot be read.
+``importlib_metadata`` gives Python below 3.12 the API of today; from 3.12 on the standard library has it. Of
+either only the search for distributions is used: its ``entry_points()`` parses the files of all of them, and
+fails as a whole if one cannot be read.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _of(dist: Any, group: str, text: str) -> Iterator[EntryPoint]:
 
 
 def _headers(dist: Any) -> tuple[str, str, tuple[str, ...]]:
-    """Name, version and requirements, without the ``email`` package, which takes longer to import than this."""
+    """Name, version and requirements, without the ``email`` package, which is slow to import."""
     found: dict[str, list[str]] = {"name": [], "version": [], "requires-dist": []}
     for line in (_read(dist, "METADATA") or _read(dist, "PKG-INFO")).splitlines():
         key, _, value = line.partition(":")
