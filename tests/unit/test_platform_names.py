@@ -9,14 +9,14 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 
 import pytest
 
 import lmcache
 import lmcache.v1.platform
+from helpers.devices import backend, install_backends
 from lmcache import errors
-from lmcache.v1.platform import _device_detect, _registry
+from lmcache.v1.platform import _device_detect
 from lmcache.v1.platform.base.device_spec import DeviceSpec
 from lmcache.v1.platform.cpu import CpuDeviceSpec
 from lmcache.v1.platform.cpu.stub_cpu_device import StubCPUDevice, StubStream
@@ -53,41 +53,9 @@ def fresh_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     _device_detect.reset()
 
 
-def backend(name: str, device_type: str = "foo", available: bool | BaseException = True) -> type[DeviceSpec]:
-    """A spec class; ``available`` may be what its probe raises."""
-
-    class Spec(DeviceSpec):
-        @property
-        def device_type(self) -> str:
-            return device_type
-
-        @property
-        def backend_name(self) -> str:
-            return name
-
-        @property
-        def torch_module_name(self) -> str:
-            return device_type
-
-        def is_available(self) -> bool:
-            if isinstance(available, BaseException):
-                raise available
-            return available
-
-    return Spec
-
-
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Put backends beside the built-in ones, with a torch that has a module ``foo`` and a module ``bar``."""
-
-    def installed(*classes: type[DeviceSpec]) -> None:
-        torch = SimpleNamespace(foo="torch.foo", bar="torch.bar", __version__="0")
-        monkeypatch.setitem(sys.modules, "torch", torch)
-        monkeypatch.setattr(_registry, "SOURCES", (*_registry.SOURCES, lambda on_error: classes))
-        _device_detect.reset()
-
-    return installed
+    return lambda *classes: install_backends(monkeypatch, *classes)
 
 
 # --- import ------------------------------------------------------------------------------------------------
@@ -248,7 +216,7 @@ def test_a_faulty_backend_costs_only_itself_and_its_reason_is_kept(install: Call
     found = _device_detect.registry()
     assert set(found.specs) == {"cpu", "foo"}
     assert isinstance(found.specs["cpu"], CpuDeviceSpec)
-    reasons = " / ".join(reason for _, reason in found.faults)
+    reasons = " / ".join(record.note for record in found.records)
     assert "SystemExit: no" in reasons
     assert "lowercase" in reasons
     assert "'foo' is taken" in reasons

@@ -11,11 +11,15 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from lmcache.cli.args import Parser, UsageError
-from lmcache.cli.output import write
+from lmcache.cli.output import clean, write
 from lmcache.errors import LMCacheError
+
+if TYPE_CHECKING:
+    from lmcache.v1.utils.entry_points import EntryPoint
 
 VERBS = {
     "server": ("server", "run the cache server"),
@@ -23,7 +27,12 @@ VERBS = {
     "describe": ("describe", "show a running server's settings, its fill and who is connected"),
     "query kvcache": ("query_kvcache", "say how many tokens of a prompt a running server holds, and where"),
     "query engine": ("query_engine", "time one completion of an OpenAI-compatible engine"),
+    "device list": ("device_list", "show every device backend that is installed, and what became of it"),
+    "device explain": ("device_explain", "say which device backend is used and why, and why not the others"),
+    "device doctor": ("device_doctor", "try every device backend in a process of its own"),
+    "device new": ("device_new", "write the project of a new device backend: code, tests, packaging, CI"),
     "demo": ("demo", "run a small model without and with cached KV, and compare"),
+    "plugins": ("plugins", "list the plugins that are no devices, and what became of each"),
     "version": ("version", "print the version"),
 }
 """What is typed: the module below ``lmcache.cli.verbs``, and what ``--help`` says of it."""
@@ -41,7 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         rest = _choose(path, sys.argv[1:] if argv is None else argv)
         if " ".join(path) in VERBS:
-            return _run(path, rest)
+            return _run(importlib.import_module(f"{_PACKAGE}.{VERBS[' '.join(path)][0]}"), path, rest)
+        if path and not _next_words(path):
+            return _run_of_plugin(path, rest)
         write(_help(path))
         return 0
     except LMCacheError as exc:
@@ -65,6 +76,11 @@ def _choose(path: list[str], argv: Sequence[str]) -> list[str]:
         if word in ("-h", "--help"):
             break
         if word not in choices:
+            offered = {} if path else _verbs_of_plugins()
+            if word in offered:
+                path.append(word)
+                break
+            choices += offered
             close = difflib.get_close_matches(word, choices, 1)
             hint = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(choices)};"
             what = "flag" if word.startswith("-") else "verb"
@@ -90,7 +106,8 @@ def _known() -> list[str]:
 def _help(path: Sequence[str]) -> str:
     prefix = "".join(f"{word} " for word in path)
     names = [name for name in _known() if name.startswith(prefix)]
-    width = max(map(len, names))
+    offered = {} if path else _verbs_of_plugins()
+    width = max(map(len, [*names, *offered]))
     lines = [
         f"usage: lmcache {prefix}VERB [FLAGS]",
         "",
@@ -98,13 +115,30 @@ def _help(path: Sequence[str]) -> str:
         "",
     ]
     lines += [f"  {name:{width}}  {VERBS[name][1]}" for name in names]
+    lines += [
+        f"  {name:{width}}  verb of the plugin {clean(point.source)}" for name, point in offered.items()
+    ]
     lines += ["", "lmcache VERB --help lists a verb's flags; lmcache --version prints the version."]
     lines += ["Exit codes: 0 done, 1 failed, 2 wrong usage, 3 the server cannot start."]
     return "\n".join(lines)
 
 
-def _run(path: Sequence[str], argv: Sequence[str]) -> int:
-    module = importlib.import_module(f"{_PACKAGE}.{VERBS[' '.join(path)][0]}")
+def _verbs_of_plugins() -> Mapping[str, EntryPoint]:
+    """From metadata alone; looked for only where a word is no verb of ours, and for help."""
+    from lmcache.cli.plugin_verbs import announced
+
+    return announced({name.split()[0] for name in VERBS})
+
+
+def _run_of_plugin(path: Sequence[str], argv: Sequence[str]) -> int:
+    from lmcache.cli.plugin_verbs import blame, load
+
+    verb, record = load(path[0], {name.split()[0] for name in VERBS})
+    with blame(record):
+        return _run(verb, path, argv)
+
+
+def _run(module: Any, path: Sequence[str], argv: Sequence[str]) -> int:
     parser = Parser(prog=_prog(path), description=module.HELP)
     module.add(parser)
     try:

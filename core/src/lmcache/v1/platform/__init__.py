@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lmcache.v1.platform._device_detect import (
         _detect_device,
+        device_records,
         get_device_spec,
+        get_event_ipc_backend,
         resolve_device_ops,
+        resolve_kv_wrapper_factory,
         synchronize_device,
     )
     from lmcache.v1.platform.base.device_spec import DeviceSpec
@@ -22,8 +25,11 @@ if TYPE_CHECKING:
 __all__ = [
     "_detect_device",
     "current_device_spec",
+    "device_records",
     "get_device_spec",
+    "get_event_ipc_backend",
     "resolve_device_ops",
+    "resolve_kv_wrapper_factory",
     "synchronize_device",
 ]
 

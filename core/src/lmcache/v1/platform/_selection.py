@@ -1,19 +1,23 @@
 """The rules that pick a backend.
 
 LMCACHE_DEVICE_BACKEND names one exactly; DEVICE_TYPE narrows to a torch device type; otherwise the only
-available backend of a type wins. What was asked for and cannot be had is an error, never a fallback.
+available backend of a type wins. What was asked for and cannot be had is an error, never a fallback. What was
+chosen automatically is logged in one line with what was not taken.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lmcache.errors import DeviceError
 from lmcache.logging import init_logger, warn_once
-from lmcache.v1.platform._registry import Registry
+from lmcache.v1.platform._admission import guarded
+from lmcache.v1.platform._known import did_you_mean, hardware_hint, install_hint, known_wheels
+from lmcache.v1.platform._records import PluginRecord, State
+from lmcache.v1.platform._registry import HOST_TYPE, Registry
 from lmcache.v1.platform.base.device_spec import DeviceSpec
 
 __all__ = ["BACKEND_VARIABLE", "TYPE_VARIABLE", "Selection", "import_torch", "select", "spec_for_type"]
@@ -22,7 +26,6 @@ logger = init_logger(__name__)
 
 BACKEND_VARIABLE = "LMCACHE_DEVICE_BACKEND"
 TYPE_VARIABLE = "DEVICE_TYPE"
-_HOST_TYPE = "cpu"
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,9 @@ class Selection:
 
     spec: DeviceSpec
     torch_dev: Any
+    record: PluginRecord = field(repr=False)
+    why: str = ""
+    """The rule that chose it, in words."""
 
     @property
     def device_type(self) -> str:
@@ -44,67 +50,101 @@ def select(found: Registry) -> Selection:
         DeviceError: What is asked for cannot be delivered, or several backends of a type are available and
             no variable decides.
     """
-    backend = _variable(BACKEND_VARIABLE)
-    wanted_type = _variable(TYPE_VARIABLE)
+    backend, wanted_type = variable(BACKEND_VARIABLE), variable(TYPE_VARIABLE)
     torch = import_torch()
     if backend:
-        return _select_backend(found, torch, backend, wanted_type)
-    if wanted_type:
-        return _select_type(found, torch, wanted_type)
-    return _select_any(found, torch)
+        record, why = _select_backend(found, torch, backend, wanted_type)
+    elif wanted_type:
+        record, why = _select_type(found, torch, wanted_type)
+    else:
+        record, why = _select_any(found, torch)
+    spec = found.specs[record.name]
+    torch_dev = None if torch is None else _torch_module(spec, record)
+    record.settle("chosen", why)
+    return Selection(spec, torch_dev, record, why)
 
 
-def _select_backend(found: Registry, torch: Any, backend: str, wanted_type: str) -> Selection:
+def _torch_module(spec: DeviceSpec, record: PluginRecord) -> Any:
+    """The torch module of the backend that was chosen.
+
+    Raises:
+        DeviceError: It raised instead of giving one.
+    """
+    try:
+        return guarded("probe-raised", spec._get_torch_module)
+    except Exception as exc:
+        raise DeviceError(f"device backend {record.name} ({record.source}): torch module: {exc}") from exc
+
+
+def _select_backend(found: Registry, torch: Any, backend: str, wanted_type: str) -> tuple[PluginRecord, str]:
     asked = f"{BACKEND_VARIABLE}={backend}"
-    spec = found.specs.get(backend)
-    if spec is None:
-        raise DeviceError(f"{asked}: no such backend; {_inventory(found)}")
-    if wanted_type and spec.device_type != wanted_type:
+    found.load(backend)
+    record = next((r for r in found.named(backend) if r.spec is not None), None)
+    if record is None:
+        raise DeviceError(f"{asked}: {_absent(found, backend)}")
+    if wanted_type and record.device_type != wanted_type:
         raise DeviceError(
             f"{asked} contradicts {TYPE_VARIABLE}={wanted_type}: "
-            f"that backend is of type {spec.device_type!r}; unset one of the two"
+            f"that backend is of type {record.device_type!r}; unset one of the two"
         )
-    reason = _why_not(found, torch, spec)
-    if reason:
-        raise DeviceError(f"{asked}: {reason}; {_inventory(found)}")
-    return Selection(spec, _torch_dev(torch, spec))
+    if not found.probe(record, torch):
+        raise DeviceError(f"{asked}: {_reason(record)}; {_inventory(found)}")
+    return record, f"{asked} names it"
 
 
-def _select_type(found: Registry, torch: Any, wanted_type: str) -> Selection:
+def _select_type(found: Registry, torch: Any, wanted_type: str) -> tuple[PluginRecord, str]:
     asked = f"{TYPE_VARIABLE}={wanted_type}"
+    found.load()
     candidates = found.of_type(wanted_type)
     if not candidates:
-        raise DeviceError(f"{asked}: no backend of that type; {_inventory(found)}")
-    reasons = {spec.backend_name: _why_not(found, torch, spec) for spec in candidates}
-    usable = [spec for spec in candidates if not reasons[spec.backend_name]]
+        hint = install_hint(wanted_type) or did_you_mean(wanted_type, _types(found), _known_types())
+        raise DeviceError(f"{asked}: no backend of that type{hint}; {_inventory(found)}")
+    usable = [record for record in candidates if found.probe(record, torch)]
     if not usable:
-        listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        listed = "; ".join(f"{record.name}: {_reason(record)}" for record in candidates)
         raise DeviceError(f"{asked}: none is usable: {listed}; unset {TYPE_VARIABLE} to choose automatically")
-    spec = _only(usable, asked)
-    return Selection(spec, _torch_dev(torch, spec))
+    return _only(usable, asked), f"{asked}, and it is the only one available of that type"
 
 
-def _select_any(found: Registry, torch: Any) -> Selection:
+def _select_any(found: Registry, torch: Any) -> tuple[PluginRecord, str]:
     """Accelerators before the host; among device types the order of discovery decides, and is logged."""
-    usable: dict[str, list[DeviceSpec]] = {}
-    for spec in found.specs.values():
-        if spec.device_type != _HOST_TYPE and not _why_not(found, torch, spec):
-            usable.setdefault(spec.device_type, []).append(spec)
-    for group in usable.values():
-        spec = _only(group, "automatic choice")
-        selection = Selection(spec, _torch_dev(torch, spec))
-        others = [other.backend_name for rest in usable.values() for other in rest if other is not spec]
+    found.load()
+    usable: dict[str, list[PluginRecord]] = {}
+    for record in found.records:
+        if record.spec is not None and record.device_type != HOST_TYPE and found.probe(record, torch):
+            usable.setdefault(record.device_type, []).append(record)
+    if not usable:
+        return _select_host(found, torch)
+    device_type, group = next(iter(usable.items()))
+    record = _only(group, "automatic choice")
+    others = [other.name for rest in usable.values() for other in rest if other is not record]
+    logger.info(
+        "device backend %s chosen automatically; not taken: %s (%s decides)",
+        record.name,
+        ", ".join([*others, HOST_TYPE]),
+        BACKEND_VARIABLE,
+    )
+    why = f"the only one available of type {device_type}"
+    return record, why + (f", and found before {', '.join(others)}" if others else "")
+
+
+def _select_host(found: Registry, torch: Any) -> tuple[PluginRecord, str]:
+    host = next((r for r in found.named(HOST_TYPE) if r.spec is not None), None)
+    if host is None or not found.probe(host, torch):
+        raise DeviceError(f"the {HOST_TYPE} backend is missing from this installation; {_inventory(found)}")
+    passed_over = [
+        f"{r.name}: {r.note if r.state is State.UNAVAILABLE else r.state.value}"
+        for r in found.records
+        if r is not host
+    ]
+    if passed_over:
         logger.info(
-            "device backend %s chosen automatically; not taken: %s (%s decides)",
-            spec.backend_name,
-            ", ".join([*others, _HOST_TYPE]),
-            BACKEND_VARIABLE,
+            "device backend %s chosen automatically; not usable: %s", host.name, "; ".join(passed_over)
         )
-        return selection
-    host = found.specs.get(_HOST_TYPE)
-    if host is None:
-        raise DeviceError(f"the cpu backend is missing from this installation; {_inventory(found)}")
-    return Selection(host, _torch_dev(torch, host))
+    hint = hardware_hint(r.name for r in found.records)
+    if hint:
+        warn_once(logger, "hardware", "device backend %s chosen automatically; %s", host.name, hint)
+    return host, "no accelerator is available" + (f"; {hint}" if hint else "")
 
 
 def spec_for_type(found: Registry, device_type: str) -> DeviceSpec:
@@ -113,60 +153,72 @@ def spec_for_type(found: Registry, device_type: str) -> DeviceSpec:
     Raises:
         DeviceError: None serves it, or several do and nothing decides.
     """
+    backend = variable(BACKEND_VARIABLE)
+    # What is named, and what ships with the core, may already answer; then no plugin is imported for it.
+    found.load(backend or None)
+    if backend and backend not in found.specs and device_type != HOST_TYPE:
+        raise DeviceError(f"{BACKEND_VARIABLE}={backend}: {_absent(found, backend)}")
+    if backend and not found.of_type(device_type):
+        found.load()
     candidates = found.of_type(device_type)
     if not candidates:
-        raise DeviceError(f"device type {device_type!r}: no backend serves it; {_inventory(found)}")
+        hint = install_hint(device_type)
+        raise DeviceError(f"device type {device_type!r}: no backend serves it{hint}; {_inventory(found)}")
     if len(candidates) == 1:
-        return candidates[0]
-    by_name = {spec.backend_name: spec for spec in candidates}
-    backend = _variable(BACKEND_VARIABLE)
+        return found.specs[candidates[0].name]
+    by_name = {record.name: record for record in candidates}
     if backend in by_name:
-        return by_name[backend]
+        return found.specs[backend]
     torch = import_torch()
-    usable = [spec for spec in candidates if not _why_not(found, torch, spec)]
+    usable = [r for r in candidates if r.state is State.SELECTED or found.probe(r, torch)]
+    chosen = [r for r in usable if r.state is State.SELECTED]
     if not usable and device_type in by_name:
-        return by_name[device_type]
-    return _only(usable or candidates, f"device type {device_type!r}")
+        return found.specs[device_type]
+    return found.specs[_only(chosen or usable or candidates, f"device type {device_type!r}").name]
 
 
-def _only(specs: list[DeviceSpec], asked: str) -> DeviceSpec:
-    if len(specs) > 1:
-        names = ", ".join(spec.backend_name for spec in specs)
-        raise DeviceError(f"{asked}: several backends are available: {names}; set {BACKEND_VARIABLE} to one")
-    return specs[0]
+def _only(records: list[PluginRecord], asked: str) -> PluginRecord:
+    if len(records) > 1:
+        names = ", ".join(record.name for record in records)
+        sources = ", ".join(f"{record.name} from {record.source}" for record in records)
+        raise DeviceError(
+            f"{asked}: several backends are available: {names}; set {BACKEND_VARIABLE} to one ({sources})"
+        )
+    return records[0]
 
 
-def _why_not(found: Registry, torch: Any, spec: DeviceSpec) -> str:
-    """Why ``spec`` cannot be used here, in one line; empty if it can. A probe that raises means no."""
-    try:
-        if not spec.is_available():
-            return "not available on this host"
-        if spec.device_type == _HOST_TYPE:
-            return ""
-        if torch is None:
-            return "it needs torch, which cannot be imported"
-        if not hasattr(torch, spec.torch_module_name):
-            return f"torch has no module {spec.torch_module_name!r}"
-    except KeyboardInterrupt:
-        raise
-    except BaseException as exc:
-        found.fail(spec.backend_name, exc)
-        return found.faults[-1][1]
-    return ""
+def _absent(found: Registry, backend: str) -> str:
+    """Why nothing that could be loaded is called ``backend``."""
+    refused = [record.verdict() for record in found.named(backend)]
+    if refused:
+        return "; ".join(refused)
+    names = [record.name for record in found.records]
+    hint = install_hint(backend) or did_you_mean(backend, names, (known.backend for known in known_wheels()))
+    return f"no such backend{hint}; {_inventory(found)}"
 
 
-def _torch_dev(torch: Any, spec: DeviceSpec) -> Any:
-    return None if torch is None else spec._get_torch_module()
+def _reason(record: PluginRecord) -> str:
+    return "; ".join(filter(None, [record.note, record.remedy])) or record.state.value
 
 
 def _inventory(found: Registry) -> str:
-    text = "backends here: " + (", ".join(found.specs) or "none")
-    if found.faults:
-        text += "; unusable: " + ", ".join(f"{name} ({reason})" for name, reason in found.faults)
-    return text
+    """Backends that may be named, from metadata: none is imported to write an error message."""
+    named = [r.name for r in found.records if r.spec is not None or r.state is State.FOUND]
+    text = "backends here: " + (", ".join(named) or "none")
+    bad = [f"{r.name} ({r.state.value}: {r.note})" for r in found.records if r.name not in named]
+    return f"{text}; unusable: {', '.join(bad)}" if bad else text
 
 
-def _variable(name: str) -> str:
+def _types(found: Registry) -> list[str]:
+    return [record.device_type for record in found.records if record.device_type]
+
+
+def _known_types() -> list[str]:
+    return [known.device_type for known in known_wheels()]
+
+
+def variable(name: str) -> str:
+    """An environment variable in the form in which names are compared; unset and blank are alike."""
     return os.environ.get(name, "").strip().lower()
 
 
@@ -177,8 +229,10 @@ def import_torch() -> Any:
     except ModuleNotFoundError as exc:
         if exc.name == "torch":
             return None
-        reason: Exception = exc
-    except Exception as exc:
+        reason: BaseException = exc
+    except KeyboardInterrupt:
+        raise
+    except BaseException as exc:  # torch itself loads plugins at import, and one that exits is no end of us
         reason = exc
     warn_once(logger, "torch", "torch cannot be imported: %s: %s", type(reason).__name__, reason)
     return None

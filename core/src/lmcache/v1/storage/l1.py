@@ -1,4 +1,4 @@
-"""L1: the index over the shared-memory pool, with LRU eviction on the allocation path and owned leases.
+"""L1: the index over the shared-memory pool, with eviction on the allocation path and owned leases.
 
 Invariants (held by ``tests/unit/test_l1.py``):
 
@@ -11,12 +11,12 @@ Not thread-safe: the server holds one lock around it.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
 from lmcache.v1.memory.range_allocator import RangeAllocator
+from lmcache.v1.storage.eviction import LRU, EvictionPolicy
 from lmcache.v1.storage.leases import Entry, ReadLease, Reservation, Tombstones, WriteLease
 from lmcache.v1.storage.shm_pool import PAGE, PoolView, new_generation
 
@@ -41,14 +41,22 @@ class L1Cache:
     Args:
         view: the server's mapping of the pool.
         watermark: usage, as a fraction of the capacity, above which a reservation first evicts.
-        evict_ratio: fraction of the capacity that such an eviction frees at once, least recently used first.
-            Policy "noop" is a watermark of None: nothing is evicted and a full pool drops what is new.
+            None: nothing is evicted and a full pool drops what is new.
+        evict_ratio: fraction of the capacity that such an eviction frees at once.
+        policy: which objects go first; least recently used by default.
     """
 
-    def __init__(self, view: PoolView, watermark: float | None = 0.95, evict_ratio: float = 0.05) -> None:
+    def __init__(
+        self,
+        view: PoolView,
+        watermark: float | None = 0.95,
+        evict_ratio: float = 0.05,
+        policy: EvictionPolicy | None = None,
+    ) -> None:
         self._view = view
         self._allocator = RangeAllocator(view.data_bytes, PAGE)
-        self._index: OrderedDict[bytes, Entry] = OrderedDict()  # least recently used first
+        self._index: dict[bytes, Entry] = {}
+        self._policy = LRU() if policy is None else policy
         self._reads: dict[tuple[str, int], ReadLease] = {}
         self._writes: dict[tuple[str, int], WriteLease] = {}
         self._gone = Tombstones()
@@ -74,10 +82,12 @@ class L1Cache:
         A prefix is of use only without gaps, so its last chunk, in every column, is the first to go.
         """
         index = self._index
-        for i in reversed(range(max(map(len, columns), default=0))):
-            for column in columns:
-                if i < len(column) and column[i] in index:
-                    index.move_to_end(column[i])
+        if len(set(map(len, columns))) <= 1:
+            rows = zip(*map(reversed, columns), strict=True)
+            self._policy.touch([key for row in rows for key in row if key in index])
+            return
+        depths = reversed(range(max(map(len, columns))))
+        self._policy.touch([c[i] for i in depths for c in columns if i < len(c) and c[i] in index])
 
     def is_used_up(self, owner: str, lease: int) -> bool:
         """Whether no read lease of this id can be had: it was given back already, or is held."""
@@ -195,6 +205,7 @@ class L1Cache:
                 self._free(item.offset)
             else:
                 self._index[item.key] = Entry(item.key, item.offset, item.size, item.generation)
+                self._policy.add(item.key, item.size)
                 published += 1
         self.counters.stored += published
         return published
@@ -266,8 +277,9 @@ class L1Cache:
         offset = self._allocator.allocate(size)
         if offset is not None:
             return offset
-        for entry in list(self._index.values()):  # fragmented: go on until a range is long enough
-            if entry.pins:
+        for key in list(self._policy.victims()):  # fragmented: go on until a range is long enough
+            entry = self._index.get(key)
+            if entry is None or entry.pins:
                 continue
             self._evict(entry)
             if self._allocator.largest_free >= need:
@@ -275,19 +287,21 @@ class L1Cache:
         return None
 
     def _evict_until_used(self, target: float) -> None:
-        victims = []
+        victims: dict[bytes, Entry] = {}  # a policy may name a key twice, or one that is not here
         freed = 0
-        for entry in self._index.values():
+        for key in self._policy.victims():
             if self._allocator.used - freed <= target:
                 break
-            if not entry.pins:
-                victims.append(entry)
+            entry = self._index.get(key)
+            if entry is not None and not entry.pins and key not in victims:
+                victims[key] = entry
                 freed += self._allocator.rounded(entry.size)
-        for entry in victims:
+        for entry in victims.values():
             self._evict(entry)
 
     def _evict(self, entry: Entry) -> None:
         del self._index[entry.key]
+        self._policy.remove(entry.key)
         self._free(entry.offset)
         self.counters.evicted += 1
 

@@ -11,7 +11,8 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from lmcache.errors import StartupError
 from lmcache.logging import init_logger
@@ -21,7 +22,9 @@ from lmcache.v1.multiprocess.server.config import ServerConfig
 from lmcache.v1.multiprocess.server.http import HttpServer, claim
 from lmcache.v1.multiprocess.server.loop import RequestLoop
 from lmcache.v1.multiprocess.server.metrics import Metrics
+from lmcache.v1.multiprocess.server.plugins import ServerPlugins, refused_policies
 from lmcache.v1.multiprocess.server.service import Service
+from lmcache.v1.plugins import ServerHandle
 from lmcache.v1.protocol.messages import Attach
 from lmcache.v1.storage.shm_pool import ShmPool, sweep_stale_segments
 
@@ -102,11 +105,14 @@ def run_server(config: ServerConfig, announce: Callable[[Ready], None]) -> None:
         ConfigError: for a bad setting. StartupError: if a port, a name or the memory cannot be had.
         In both cases nothing is left behind.
     """
-    config.check()
+    plugins = ServerPlugins()
+    config.check(plugins.policies, refused_policies(plugins.host.records))
+    policy = plugins.make_policy(config.eviction_policy)
     stop = threading.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, lambda *_: stop.set())
     with ExitStack() as cleanup:
+        cleanup.callback(plugins.close)
         metrics = Metrics()
         host, http_host = resolve("--host", config.host), resolve("--http-host", config.http_host)
         loop = RequestLoop(host, config.port, metrics)
@@ -125,7 +131,7 @@ def run_server(config: ServerConfig, announce: Callable[[Ready], None]) -> None:
         attach = None
         if config.shm != "off":
             attach = Attach(socket=address, host=boot_id(), data_bytes=pool.view.data_bytes)
-        service = Service(config, pool.view, attach, metrics)
+        service = Service(config, pool.view, attach, metrics, policy, plugins.emit)
         if attach is not None:
             door = AttachServer(address, pool.fd, *_attach_callbacks(service, lock))
             cleanup.callback(door.close)
@@ -140,10 +146,13 @@ def run_server(config: ServerConfig, announce: Callable[[Ready], None]) -> None:
                 logger.warning(
                     "%s %s: no authentication here; let only trusted hosts reach this port", flag, address
                 )
+        handle = _handle(loop.address, f"http://{_netloc(http_host)}:{http.port}", service, lock)
+        plugins.started(handle, stop)
+        cleanup.callback(plugins.stopping, handle)
         announce(
             Ready(
                 address=loop.address,
-                http=f"http://{_netloc(http_host)}:{http.port}",
+                http=handle.http,
                 l1_gib=config.l1_size_gb,
                 shm=pool.kind if attach else "off",
                 chunk_size=config.chunk_size,
@@ -156,9 +165,21 @@ def run_server(config: ServerConfig, announce: Callable[[Ready], None]) -> None:
             with lock:
                 for session in service.sessions.silent_since(time.monotonic() - config.session_timeout):
                     service.drop_session(session.id, dead=False)
+                totals = asdict(service.l1.counters)
+            plugins.count(totals)
 
         loop.run(service, lock, stop, sweep)
         logger.info("stopping")
+
+
+def _handle(address: str, http: str, service: Service, lock: threading.Lock) -> ServerHandle:
+    """What plugins see of the server."""
+
+    def status() -> dict[str, Any]:
+        with lock:
+            return service.status()
+
+    return ServerHandle(address, http, service.epoch, service.config.chunk_size, os.getpid(), status)
 
 
 def _attach_callbacks(

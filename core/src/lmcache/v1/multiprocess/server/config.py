@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Sequence
 
 import msgspec
 
@@ -21,7 +23,7 @@ FLAGS: tuple[tuple[str, type, str], ...] = (
     ("http-host", str, "address of the HTTP port (127.0.0.1)"),
     ("http-port", int, "HTTP port: /healthcheck /status /metrics (8080; 0 picks a free one)"),
     ("l1-size-gb", float, "size of L1 in GiB of shared memory, reserved in full at start (required)"),
-    ("eviction-policy", str, f"one of {', '.join(POLICIES)} (LRU)"),
+    ("eviction-policy", str, f"one of {', '.join(POLICIES)}, or what a plugin offers (LRU)"),
     ("eviction-trigger-watermark", float, "fraction of L1 above which a store evicts first (0.95)"),
     ("eviction-ratio", float, "fraction of L1 that such an eviction frees (0.05)"),
     ("chunk-size", int, "tokens per stored chunk, a multiple of the engine's block size (256)"),
@@ -61,8 +63,12 @@ class ServerConfig(msgspec.Struct, kw_only=True, frozen=True):
     def l1_bytes(self) -> int:
         return int(self.l1_size_gb * (1 << 30))
 
-    def check(self) -> None:
+    def check(self, policies: Sequence[str] = POLICIES, hint: str = "") -> None:
         """Validate every value.
+
+        Args:
+            policies: names of the eviction policies there are.
+            hint: why there are no others, for the message.
 
         Raises:
             ConfigError: one line that names the flag, its value, what was expected and the remedy.
@@ -84,9 +90,13 @@ class ServerConfig(msgspec.Struct, kw_only=True, frozen=True):
         if self.l1_bytes < _MIN_L1_BYTES:
             least = f"{_MIN_L1_BYTES / 2**30:g} GiB (1 MiB)"
             raise ConfigError(f"--l1-size-gb {self.l1_size_gb:g}: expected at least {least}")
-        if self.eviction_policy not in POLICIES:
+        if self.eviction_policy not in policies:
+            lower = {name.lower(): name for name in policies}
+            close = difflib.get_close_matches(self.eviction_policy.lower(), lower, 1)
+            meant = f"; did you mean {lower[close[0]]}?" if close else ""
             raise ConfigError(
-                f"--eviction-policy {self.eviction_policy!r}: expected one of {', '.join(POLICIES)}"
+                f"--eviction-policy {self.eviction_policy!r}: expected one of {', '.join(policies)}"
+                f"{meant}{hint}"
             )
         if not 0 < self.eviction_trigger_watermark <= 1:
             raise ConfigError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import lmcache
@@ -20,6 +20,7 @@ from lmcache.v1.multiprocess.server.config import ServerConfig
 from lmcache.v1.multiprocess.server.metrics import Metrics
 from lmcache.v1.multiprocess.server.sessions import Engine, Session, Sessions
 from lmcache.v1.protocol import messages as m
+from lmcache.v1.storage.eviction import EvictionPolicy
 from lmcache.v1.storage.l1 import L1Cache
 from lmcache.v1.storage.shm_pool import PoolView
 
@@ -36,11 +37,24 @@ class Refused(LMCacheError):
         self.code = code
 
 
+def _tell_nobody(event: str, fields: Mapping[str, Any]) -> None:
+    return None
+
+
 class Service:
-    """State and handlers. ``handle`` is the one entry."""
+    """State and handlers. ``handle`` is the one entry.
+
+    ``emit`` is told of sessions and registrations; it must return at once.
+    """
 
     def __init__(
-        self, config: ServerConfig, view: PoolView, attach: m.Attach | None, metrics: Metrics
+        self,
+        config: ServerConfig,
+        view: PoolView,
+        attach: m.Attach | None,
+        metrics: Metrics,
+        policy: EvictionPolicy | None = None,
+        emit: Callable[[str, Mapping[str, Any]], None] = _tell_nobody,
     ) -> None:
         self.config = config
         self.epoch = secrets.token_hex(8)
@@ -50,8 +64,9 @@ class Service:
         self.stopping = False
         self.started = time.time()
         self._view = view
-        lru = config.eviction_policy == "LRU"
-        self.l1 = L1Cache(view, config.eviction_trigger_watermark if lru else None, config.eviction_ratio)
+        self._emit = emit
+        watermark = None if config.eviction_policy == "noop" else config.eviction_trigger_watermark
+        self.l1 = L1Cache(view, watermark, config.eviction_ratio, policy)
         self._version = lmcache.__version__
         self._known: dict[bytes, Namespace] = {}
         """Every namespace registered since the start, for Query: objects outlive their engine."""
@@ -108,6 +123,7 @@ class Service:
                 "bad_request", f"engine {msg.engine}: {msg.ranks} ranks, but it opened with {engine.ranks}"
             )
         session = self.sessions.open(msg.role, msg.engine, msg.rank, msg.ranks, msg.client)
+        self._emit("session_opened", _public(session))
         return m.Welcome(
             protocol=min(m.PROTOCOL, msg.protocol_max),
             epoch=self.epoch,
@@ -166,6 +182,11 @@ class Service:
             )
         engine.namespaces[session.rank] = namespaces
         self._known.update(engine.namespaces[session.rank])
+        fields = {"ranks": engine.ranks, "model": msg.namespaces[0].model, "groups": len(msg.namespaces)}
+        self._emit(
+            "engine_registered",
+            {"engine": session.engine, "rank": session.rank, **fields, "mapped": msg.mapped},
+        )
         logger.info(
             "engine %s rank %d/%d registered: %s, %d KV group(s), %s",
             session.engine, session.rank, engine.ranks, msg.namespaces[0].model if msg.namespaces else "-",
@@ -381,6 +402,7 @@ class Service:
         self.l1.drop_session(ident, dead=True)
         if session.role == "worker":
             self.l1.drop_rank(session.engine, session.rank)
+        self._emit("session_closed", _public(session))
         logger.info(
             "session of engine %s %s rank %d closed", session.engine or "-", session.role, session.rank
         )
@@ -412,3 +434,8 @@ class Service:
             return m.split_hashes(joined)
         except ValueError as exc:
             raise Refused("bad_request", str(exc)) from None
+
+
+def _public(session: Session) -> dict[str, Any]:
+    """A session without its id, which is a secret between the client and the server."""
+    return {name: getattr(session, name) for name in ("role", "engine", "rank", "client")}

@@ -60,6 +60,8 @@ class DeviceSpec:
     Constructed once per process, without arguments. Subclasses need not call ``super().__init__()``.
     """
 
+    #: The contract a plugin is written for. One that sets it, ``plugin_api = (1, 0)``, is refused by a core
+    #: of another major version or a lower minor one; one that does not set it runs on any core.
     plugin_api: ClassVar[tuple[int, int]] = PLUGIN_API
 
     _ops_cache: DeviceOps | None = None
@@ -100,6 +102,8 @@ class DeviceSpec:
 
         Raises whatever ``ensure_native`` raises; nothing is cached then, so a later call tries again.
         """
+        if self._ops_cache is not None:
+            return self._ops_cache
         with _OPS_LOCK:
             if self._ops_cache is None:
                 ops = self.ops_cls()

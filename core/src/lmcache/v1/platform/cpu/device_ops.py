@@ -13,3 +13,4 @@ class CpuDeviceOps(DeviceOps):
     """The torch baseline; host copies are done when the call returns, so it is stream-ordered as it is."""
 
     device_type: ClassVar[str] = "cpu"
+    is_synchronous: ClassVar[bool] = True

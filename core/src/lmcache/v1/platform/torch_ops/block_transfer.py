@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmcache.errors import LayoutError
 from lmcache.v1.kv_layout import KVFormat, canonical_view, kv_format
+from lmcache.v1.platform.base.op_contract import stream_ordered
 from lmcache.v1.platform.ops_types import PageBufferShapeDesc, TransferDirection
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class _Span:
     ids: list[int]
 
 
+@stream_ordered
 def multi_layer_block_kv_transfer(
     paged: Any,
     objects: Sequence[Any],

@@ -1,0 +1,103 @@
+"""Entry points of installed distributions, read from metadata alone: nothing of a plugin is imported here.
+
+``importlib_metadata`` gives Python below 3.12 the API of today; from 3.12 on the standard library has it. Of
+either only the search for distributions is used: its ``entry_points()`` parses the files of all of them, and
+fails as a whole if one cannot be read.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+if sys.version_info >= (3, 12):
+    from importlib import metadata
+else:
+    import importlib_metadata as metadata
+
+__all__ = ["DISABLE_VARIABLE", "EntryPoint", "blocked_names", "entry_points", "is_blocked"]
+
+DISABLE_VARIABLE = "LMCACHE_DISABLE_PLUGINS"
+_POINTS = "entry_points.txt"
+
+
+@dataclass(frozen=True)
+class EntryPoint:
+    """What one entry point and the distribution that has it say of themselves."""
+
+    name: str
+    value: str
+    distribution: str
+    version: str
+    requires: tuple[str, ...] = ()
+    """The distribution's requirements, as written."""
+    fault: str = ""
+    """Why the distribution's entry points cannot be read; then this stands for all of them."""
+
+    @property
+    def source(self) -> str:
+        """The distribution and its version, for messages."""
+        return f"{self.distribution or 'an unnamed distribution'} {self.version}".strip()
+
+
+def entry_points(group: str) -> list[EntryPoint]:
+    """The entry points of ``group`` in the order of (name, value, distribution). None of them is imported."""
+    found: dict[tuple[str, str, str], EntryPoint] = {}
+    for dist in metadata.distributions():
+        if group in (text := _read(dist, _POINTS)):
+            for point in _of(dist, group, text):  # one distribution may be found twice: on two paths
+                found.setdefault((point.name, point.value, point.distribution), point)
+    return [found[key] for key in sorted(found)]
+
+
+def blocked_names() -> frozenset[str]:
+    """What LMCACHE_DISABLE_PLUGINS lists: names of plugins or of distributions, separated by commas."""
+    listed = os.environ.get(DISABLE_VARIABLE, "").split(",")
+    return frozenset(_normal(part) for part in listed if part.strip())
+
+
+def is_blocked(point: EntryPoint, blocked: frozenset[str]) -> bool:
+    """Whether the operator disabled this plugin, by its own name or that of its distribution."""
+    return bool(blocked & {_normal(point.name), _normal(point.distribution)})
+
+
+def _normal(name: str) -> str:
+    return name.strip().lower().replace("_", "-")
+
+
+def _of(dist: Any, group: str, text: str) -> Iterator[EntryPoint]:
+    name, version, requires = _headers(dist)
+    first = next(iter(metadata.distributions(name=name)), dist) if name else dist
+    if _read(first, _POINTS) != text:
+        return  # another version of it comes earlier on the path, and hides this one as it does at import
+    try:
+        points = [(str(p.name), str(p.value)) for p in dist.entry_points if p.group == group]
+    except Exception as exc:
+        fault = f"its {_POINTS} cannot be read: {type(exc).__name__}: {exc}"
+        yield EntryPoint(name or "?", "", name, version, requires, fault)
+        return
+    for point, value in points:
+        yield EntryPoint(point, value, name, version, requires)
+
+
+def _headers(dist: Any) -> tuple[str, str, tuple[str, ...]]:
+    """Name, version and requirements, without the ``email`` package, which is slow to import."""
+    found: dict[str, list[str]] = {"name": [], "version": [], "requires-dist": []}
+    for line in (_read(dist, "METADATA") or _read(dist, "PKG-INFO")).splitlines():
+        key, _, value = line.partition(":")
+        if not line.strip():  # the end of the headers
+            break
+        if key.lower() in found:
+            found[key.lower()].append(value.strip())
+    return "".join(found["name"][:1]), "".join(found["version"][:1]), tuple(found["requires-dist"])
+
+
+def _read(dist: Any, name: str) -> str:
+    """A file of a distribution's metadata; empty if there is none, or if it is no text."""
+    try:
+        return str(dist.read_text(name) or "")
+    except Exception:
+        return ""
