@@ -8,7 +8,6 @@ of the candidate, is logged once, and costs only that candidate.
 from __future__ import annotations
 
 import importlib
-import os
 import pkgutil
 import time
 from collections.abc import Callable
@@ -21,13 +20,13 @@ from lmcache.v1.platform._compat import CORE
 from lmcache.v1.platform._metadata import core_version, entry_point_records
 from lmcache.v1.platform._records import BUILT_IN, PluginRecord, State, describe
 from lmcache.v1.platform.base.device_spec import DeviceSpec
+from lmcache.v1.utils.entry_points import DISABLE_VARIABLE, blocked_names, entry_points, normal_name
 from lmcache.v1.utils.subclass_discovery import discover_subclasses
 
 __all__ = ["DISABLE_VARIABLE", "HOST_TYPE", "SOURCES", "Registry", "discover"]
 
 logger = init_logger(__name__)
 
-DISABLE_VARIABLE = "LMCACHE_DISABLE_PLUGINS"
 HOST_TYPE = "cpu"
 _NOT_BACKENDS = frozenset(["base", "torch_ops"])
 _SLOW_IMPORT = 5.0
@@ -211,16 +210,20 @@ SOURCES: tuple[Callable[[], list[Candidate]], ...] = (builtin_candidates, entry_
 
 
 def _block(records: list[PluginRecord]) -> None:
-    """Apply LMCACHE_DISABLE_PLUGINS: names of backends or of distributions, separated by commas."""
-    wanted = {_normal(part) for part in os.environ.get(DISABLE_VARIABLE, "").split(",")} - {""}
+    """Apply LMCACHE_DISABLE_PLUGINS: names of plugins or of distributions, separated by commas."""
+    wanted = blocked_names()
     unused = set(wanted)
     for record in records:
-        hit = wanted & {_normal(record.name), _normal(record.distribution)}
+        hit = wanted & {normal_name(record.name), normal_name(record.distribution)}
         if record.origin == BUILT_IN:
-            hit -= {_normal(HOST_TYPE), _normal(record.distribution)}  # something must always be left
+            hit -= {normal_name(HOST_TYPE), normal_name(record.distribution)}  # something must always be left
         if hit and record.state is State.FOUND:
             record.settle("disabled", f"disabled by {DISABLE_VARIABLE}")
         unused -= hit
+    if unused:  # the variable also blocks the plugins of the other group
+        unused -= {
+            normal_name(name) for p in entry_points("lmcache.plugins") for name in (p.name, p.distribution)
+        }
     if unused:
         logger.warning(
             "%s: no plugin to disable is called %s; found: %s",
@@ -228,7 +231,3 @@ def _block(records: list[PluginRecord]) -> None:
             ", ".join(sorted(unused)),
             ", ".join(r.name for r in records if r.origin != BUILT_IN) or "no plugins",
         )
-
-
-def _normal(name: str) -> str:
-    return name.strip().lower().replace("_", "-")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 if sys.version_info >= (3, 12):
@@ -18,7 +18,15 @@ if sys.version_info >= (3, 12):
 else:
     import importlib_metadata as metadata
 
-__all__ = ["DISABLE_VARIABLE", "EntryPoint", "blocked_names", "entry_points", "is_blocked"]
+__all__ = [
+    "DISABLE_VARIABLE",
+    "EntryPoint",
+    "blocked_names",
+    "distribution_version",
+    "entry_points",
+    "is_blocked",
+    "normal_name",
+]
 
 DISABLE_VARIABLE = "LMCACHE_DISABLE_PLUGINS"
 _POINTS = "entry_points.txt"
@@ -36,6 +44,8 @@ class EntryPoint:
     """The distribution's requirements, as written."""
     fault: str = ""
     """Why the distribution's entry points cannot be read; then this stands for all of them."""
+    error: BaseException | None = field(default=None, compare=False)
+    """What reading them raised."""
 
     @property
     def source(self) -> str:
@@ -53,18 +63,25 @@ def entry_points(group: str) -> list[EntryPoint]:
     return [found[key] for key in sorted(found)]
 
 
+def distribution_version(name: str) -> str:
+    """Version of the installed distribution ``name``; empty if there is none."""
+    dist = next(iter(metadata.distributions(name=name)), None)
+    return _headers(dist)[1] if dist is not None else ""
+
+
 def blocked_names() -> frozenset[str]:
     """What LMCACHE_DISABLE_PLUGINS lists: names of plugins or of distributions, separated by commas."""
     listed = os.environ.get(DISABLE_VARIABLE, "").split(",")
-    return frozenset(_normal(part) for part in listed if part.strip())
+    return frozenset(normal_name(part) for part in listed if part.strip())
 
 
 def is_blocked(point: EntryPoint, blocked: frozenset[str]) -> bool:
     """Whether the operator disabled this plugin, by its own name or that of its distribution."""
-    return bool(blocked & {_normal(point.name), _normal(point.distribution)})
+    return bool(blocked & {normal_name(point.name), normal_name(point.distribution)})
 
 
-def _normal(name: str) -> str:
+def normal_name(name: str) -> str:
+    """A name as names are compared: without regard to case, and to ``-`` or ``_``."""
     return name.strip().lower().replace("_", "-")
 
 
@@ -77,18 +94,22 @@ def _of(dist: Any, group: str, text: str) -> Iterator[EntryPoint]:
         points = [(str(p.name), str(p.value)) for p in dist.entry_points if p.group == group]
     except Exception as exc:
         fault = f"its {_POINTS} cannot be read: {type(exc).__name__}: {exc}"
-        yield EntryPoint(name or "?", "", name, version, requires, fault)
+        yield EntryPoint(name or "?", "", name, version, requires, fault, exc)
         return
     for point, value in points:
         yield EntryPoint(point, value, name, version, requires)
 
 
 def _headers(dist: Any) -> tuple[str, str, tuple[str, ...]]:
-    """Name, version and requirements, without the ``email`` package, which is slow to import."""
+    """Name, version and requirements, of the lines before the first blank one.
+
+    The library's own properties parse the file with the ``email`` package, once for each of them; to import
+    that takes longer than to read the metadata of a hundred distributions.
+    """
     found: dict[str, list[str]] = {"name": [], "version": [], "requires-dist": []}
     for line in (_read(dist, "METADATA") or _read(dist, "PKG-INFO")).splitlines():
         key, _, value = line.partition(":")
-        if not line.strip():  # the end of the headers
+        if not line.strip():
             break
         if key.lower() in found:
             found[key.lower()].append(value.strip())
