@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from helpers.rig import QUICK
 from helpers.server import RunningServer, Worker, dead_port, namespace, running_server, wait_for
+from lmcache.errors import LMCacheError
 from lmcache.v1.keys import Scope, chunk_hashes
 from lmcache.v1.multiprocess.client import CacheClient, ClientOptions
 from lmcache.v1.protocol import messages as m
@@ -178,6 +180,35 @@ def test_what_was_posted_and_may_be_lost_is_posted_again(
         assert owed in ([[2]], []), "not what is known to have arrived"
         wait_for(lambda: one.up and leases(server) == 0, 5)
         one.close()
+
+
+def test_many_threads_may_share_a_client_and_each_gets_its_own_answers(server: RunningServer) -> None:
+    one = client(server, "scheduler")
+    one.start(wait=5)
+    wrong: list[object] = []
+
+    def ask(number: int) -> None:
+        for i in range(100):
+            request: m.Request = [m.Ping(session=one.session), m.Status(), m.Query(hashes=b"")][
+                (number + i) % 3
+            ]
+            try:
+                reply, _ = one.call(request)
+            except LMCacheError as exc:
+                wrong.append(exc)
+                return
+            one.post(m.Release(session=one.session, leases=[number * 1000 + i]))
+            wanted = {m.Ping: m.Pong, m.Status: m.State, m.Query: m.Holdings}[type(request)]
+            if not isinstance(reply, wanted):
+                wrong.append((request, reply))
+
+    threads = [threading.Thread(target=ask, args=[number]) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert wrong == []
+    one.close()
 
 
 def test_lease_ids_of_two_clients_are_not_the_same(server: RunningServer) -> None:

@@ -15,7 +15,15 @@ from lmcache.v1.protocol import messages as m
 from lmcache.v1.protocol.channel import RequestFailed, Unavailable
 from lmcache.v1.storage.shm_pool import PAGE, PoolView, table_bytes
 
-CONTROL_SECONDS = 2.0
+
+def pool_view(pages: int) -> PoolView:
+    """A pool of ``pages`` pages that nobody else maps."""
+    fd = os.memfd_create("test", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, table_bytes(pages * PAGE) + pages * PAGE)
+        return PoolView(fd, pages * PAGE)
+    finally:
+        os.close(fd)
 
 
 class LocalServer:
@@ -29,12 +37,7 @@ class LocalServer:
 
     def start(self, chunk_size: int = 0) -> None:
         """Start anew: another epoch, an empty pool."""
-        fd = os.memfd_create("test", os.MFD_CLOEXEC)
-        try:
-            os.ftruncate(fd, table_bytes(self._pages * PAGE) + self._pages * PAGE)
-            self.view = PoolView(fd, self._pages * PAGE)
-        finally:
-            os.close(fd)
+        self.view = pool_view(self._pages)
         self.chunk_size = chunk_size or self.chunk_size
         self.metrics = Metrics()
         config = ServerConfig(l1_size_gb=1, chunk_size=self.chunk_size, **self._settings)

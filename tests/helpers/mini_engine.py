@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from helpers.local import LocalClient, LocalServer
 from helpers.pages import PageMemory, layout
 from lmcache.integration.vllm.scheduler_side import SchedulerSide, StepPlan
@@ -134,6 +136,7 @@ class MiniEngine:
         self._in_flight: list[Step] = []
         self._seen: list[FakeRequest] = []
         self._right: dict[bytes, bytes] = {}
+        self._covered: dict[tuple[str, int], int] = {}
         self.plans: list[StepPlan] = []
         self.mishap: Callable[[], object] | None = None
         """Happens once, between the next plan that loads and its loads."""
@@ -147,6 +150,13 @@ class MiniEngine:
     def add(self, request: FakeRequest) -> FakeRequest:
         self.waiting.append(request)
         self._seen.append(request)
+        return request
+
+    def serve(self, name: str, tokens: list[int], **fields: Any) -> FakeRequest:
+        """Run a request, and whatever else there is, to its end; what is stored is right."""
+        request = self.add(FakeRequest(name, tokens, **fields))
+        self.run()
+        self.check_store()
         return request
 
     def preempt(self, request: FakeRequest) -> None:
@@ -345,19 +355,28 @@ class MiniEngine:
         self._take_blocks(request)
         self.side.finished(request.request_id)
 
+    def planned(self) -> list[bytes]:
+        """The chunks that were to be stored, in order."""
+        return [h for plan in self.plans for item in plan.stores for h in item.hashes]
+
     # ---- what must hold
 
     def right_objects(self) -> dict[bytes, bytes]:
         """Key and right content of every object that a request may have stored."""
         size = self.server.chunk_size
         for request in self._seen:
+            known = self._covered.get((request.request_id, size), 0)
             tokens = request.all_token_ids
-            for i, chunk in enumerate(chunk_hashes(tokens, scope_of(request, size))):
-                for worker, mine in zip(self.workers, self.memories, strict=True):
-                    for group, memory in zip(worker.context.groups, mine, strict=True):
-                        key = object_key(group.namespace.digest(), chunk)
-                        if key not in self._right:
-                            self._right[key] = memory.chunk(tokens[: (i + 1) * size], size)
+            if len(tokens) // size == known:
+                continue
+            self._covered[request.request_id, size] = len(tokens) // size
+            for worker, mine in zip(self.workers, self.memories, strict=True):
+                for group, memory in zip(worker.context.groups, mine, strict=True):
+                    namespace = msgspec.structs.replace(group.namespace, chunk_size=size).digest()
+                    for i, chunk in enumerate(chunk_hashes(tokens, scope_of(request, size))):
+                        if i >= known:
+                            right = memory.chunk(tokens[: (i + 1) * size], size)
+                            self._right[object_key(namespace, chunk)] = right
         return self._right
 
     def stored_chunks(self, request: FakeRequest) -> int:
@@ -376,6 +395,10 @@ class MiniEngine:
         right = self.right_objects()
         for key, data in self.server.objects().items():
             assert right.get(key) == data, "a stored object is not the KV of its tokens"
+
+
+def prompt(n: int, start: int = 0) -> list[int]:
+    return list(range(start, start + n))
 
 
 def scope_of(request: FakeRequest, chunk_size: int) -> Scope:

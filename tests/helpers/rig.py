@@ -30,7 +30,7 @@ from lmcache.v1.protocol.channel import expect
 
 BLOCK = 16
 NULL_BLOCK = 0
-QUICK = {"control_timeout": 0.5, "heartbeat_interval": 0.3, "retry_interval": 0.1}
+QUICK = {"control_timeout": 1.0, "heartbeat_interval": 0.3, "retry_interval": 0.1}
 
 
 class Rig:

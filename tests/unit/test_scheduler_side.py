@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from helpers.local import LocalClient, LocalServer
-from helpers.mini_engine import FakeRequest, MiniEngine, scope_of
-from lmcache.integration.vllm.scheduler_side import SchedulerSide, StepPlan
+from helpers.mini_engine import FakeRequest, MiniEngine, prompt, scope_of
+from lmcache.integration.vllm.scheduler_side import SchedulerSide
 from lmcache.v1.keys import MediaItem, Scope, chunk_hashes
 from lmcache.v1.protocol import messages as m
 
@@ -20,22 +20,6 @@ CHUNK = 8
 @pytest.fixture
 def server() -> LocalServer:
     return LocalServer(chunk_size=CHUNK)
-
-
-def prompt(n: int, start: int = 0) -> list[int]:
-    return list(range(start, start + n))
-
-
-def served(engine: MiniEngine, name: str, tokens: list[int], **fields: Any) -> FakeRequest:
-    """A request that ran to its end."""
-    request = engine.add(FakeRequest(name, tokens, **fields))
-    engine.run()
-    engine.check_store()
-    return request
-
-
-def stores_of(engine: MiniEngine) -> list[list[bytes]]:
-    return [item.hashes for plan in engine.plans for item in plan.stores]
 
 
 def hashes(request: FakeRequest) -> list[bytes]:
@@ -54,8 +38,8 @@ def test_a_known_prompt_is_cached_up_to_its_last_chunk_and_leaves_a_token_to_com
     server: LocalServer, length: int, cached: int
 ) -> None:
     engine = MiniEngine(server)
-    assert served(engine, "cold", prompt(length)).cached == 0
-    assert served(engine, "warm", prompt(length)).cached == cached
+    assert engine.serve("cold", prompt(length)).cached == 0
+    assert engine.serve("warm", prompt(length)).cached == cached
 
 
 @pytest.mark.parametrize("local", range(0, 40, 4))
@@ -63,8 +47,8 @@ def test_what_the_engine_holds_itself_is_not_loaded_wherever_that_ends(
     server: LocalServer, local: int
 ) -> None:
     engine = MiniEngine(server)
-    served(engine, "cold", prompt(41))
-    warm = served(engine, "warm", prompt(41), local=local)
+    engine.serve("cold", prompt(41))
+    warm = engine.serve("warm", prompt(41), local=local)
     assert warm.cached == 40 - local
     plan = next(plan for plan in reversed(engine.plans) if plan.loads)
     item = plan.loads[0][0]
@@ -75,15 +59,15 @@ def test_what_the_engine_holds_itself_is_not_loaded_wherever_that_ends(
 
 def test_a_prompt_that_the_engine_holds_itself_asks_for_no_more(server: LocalServer) -> None:
     engine = MiniEngine(server)
-    served(engine, "cold", prompt(16))
+    engine.serve("cold", prompt(16))
     engine.client.sent.clear()
-    assert served(engine, "warm", prompt(17), local=16).cached == 0
+    assert engine.serve("warm", prompt(17), local=16).cached == 0
     assert not [message for message in engine.client.sent if isinstance(message, m.Lookup)]
 
 
 def test_asking_again_is_no_second_lookup_and_no_second_pin(server: LocalServer) -> None:
     engine = MiniEngine(server)
-    served(engine, "cold", prompt(17))
+    engine.serve("cold", prompt(17))
     engine.client.sent.clear()
     request = FakeRequest("r", prompt(17))
     assert [engine.side.matched_tokens(request, 0) for _ in range(5)] == [16] * 5
@@ -95,7 +79,7 @@ def test_asking_again_with_other_tokens_computed_looks_up_anew_and_gives_the_old
     server: LocalServer,
 ) -> None:
     engine = MiniEngine(server)
-    served(engine, "cold", prompt(33))
+    engine.serve("cold", prompt(33))
     request = FakeRequest("r", prompt(33))
     assert [engine.side.matched_tokens(request, computed) for computed in (0, 12, 4)] == [32, 20, 28]
     assert server.usage["read_leases"] == 1
@@ -124,7 +108,7 @@ def test_only_digests_that_the_server_has_not_seen_are_sent(server: LocalServer)
 
 def test_a_hit_that_is_not_wanted_is_given_back(server: LocalServer) -> None:
     engine = MiniEngine(server)
-    served(engine, "cold", prompt(17))
+    engine.serve("cold", prompt(17))
     request = FakeRequest("r", prompt(17))
     assert engine.side.matched_tokens(request, 0) == 16
     engine.side.allocated(request, ([1, 2, 3, 4, 5],), 0)
@@ -135,7 +119,7 @@ def test_a_hit_that_is_not_wanted_is_given_back(server: LocalServer) -> None:
 @pytest.mark.parametrize("when", ["looked up", "allocated", "running", "never seen"])
 def test_the_end_of_a_request_gives_everything_back_at_whatever_time(server: LocalServer, when: str) -> None:
     engine = MiniEngine(server, budget=10)
-    served(engine, "cold", prompt(33))
+    engine.serve("cold", prompt(33))
     request = FakeRequest("r", [*prompt(24), *prompt(40, 1000)])
     if when in ("looked up", "allocated"):
         assert engine.side.matched_tokens(request, 0) == 24
@@ -151,25 +135,25 @@ def test_the_end_of_a_request_gives_everything_back_at_whatever_time(server: Loc
 
 def test_an_engine_that_only_stores_stores_without_looking_up(server: LocalServer) -> None:
     engine = MiniEngine(server, loads=False)
-    request = served(engine, "r", prompt(33))
+    request = engine.serve("r", prompt(33))
     assert engine.stored_chunks(request) == 4
     assert not [message for message in engine.client.sent if isinstance(message, m.Lookup)]
-    assert served(engine, "again", prompt(33)).cached == 0
+    assert engine.serve("again", prompt(33)).cached == 0
 
 
 def test_an_engine_that_only_loads_stores_nothing(server: LocalServer) -> None:
     reader = MiniEngine(server, name="reader", stores=False)
-    assert reader.stored_chunks(served(reader, "cold", prompt(33))) == 0
-    served(MiniEngine(server, name="writer"), "cold", prompt(33))
-    assert served(reader, "warm", prompt(33)).cached == 32
+    assert reader.stored_chunks(reader.serve("cold", prompt(33))) == 0
+    MiniEngine(server, name="writer").serve("cold", prompt(33))
+    assert reader.serve("warm", prompt(33)).cached == 32
 
 
 def test_a_request_that_must_not_read_the_cache_still_fills_it(server: LocalServer) -> None:
     engine = MiniEngine(server)
-    request = served(engine, "r", prompt(17), skip_reading_prefix_cache=True)
+    request = engine.serve("r", prompt(17), skip_reading_prefix_cache=True)
     assert engine.stored_chunks(request) == 2
-    assert served(engine, "again", prompt(17), skip_reading_prefix_cache=True).cached == 0
-    assert served(engine, "other", prompt(17)).cached == 16
+    assert engine.serve("again", prompt(17), skip_reading_prefix_cache=True).cached == 0
+    assert engine.serve("other", prompt(17)).cached == 16
 
 
 @pytest.mark.parametrize("fields", [{"prompt_token_ids": None}, {"prompt_embeds": object()}])
@@ -177,7 +161,7 @@ def test_a_prompt_that_is_not_all_tokens_is_neither_looked_up_nor_stored(
     server: LocalServer, fields: dict[str, Any]
 ) -> None:
     engine = MiniEngine(server)
-    served(engine, "cold", prompt(17))
+    engine.serve("cold", prompt(17))
     request = FakeRequest(**({"request_id": "r", "prompt_token_ids": prompt(17)} | fields))
     engine.client.sent.clear()
     assert engine.side.matched_tokens(request, 0) == 0
@@ -200,15 +184,15 @@ def test_adapter_salt_and_tags_separate_equal_prompts_and_each_finds_its_own(ser
         {"kv_transfer_params": {"lmcache.tag.team": "b"}},
         {"kv_transfer_params": {"lmcache.tag.unit": "a"}},
     ]
-    cold = [served(engine, f"cold {i}", prompt(17), **fields).cached for i, fields in enumerate(variants)]
-    warm = [served(engine, f"warm {i}", prompt(17), **fields).cached for i, fields in enumerate(variants)]
+    cold = [engine.serve(f"cold {i}", prompt(17), **fields).cached for i, fields in enumerate(variants)]
+    warm = [engine.serve(f"warm {i}", prompt(17), **fields).cached for i, fields in enumerate(variants)]
     assert (cold, warm) == ([0] * len(variants), [16] * len(variants))
 
 
 def test_other_parameters_of_a_request_do_not_separate_prompts(server: LocalServer) -> None:
     engine = MiniEngine(server)
-    served(engine, "cold", prompt(17), kv_transfer_params={"somebody's": {"else": 1}})
-    assert served(engine, "warm", prompt(17)).cached == 16
+    engine.serve("cold", prompt(17), kv_transfer_params={"somebody's": {"else": 1}})
+    assert engine.serve("warm", prompt(17)).cached == 16
 
 
 def feature(identifier: str, offset: int, length: int) -> Any:
@@ -238,10 +222,10 @@ def test_an_adapter_that_cannot_be_read_runs_uncached_and_takes_no_other_s_kv(
         return ""
 
     engine = MiniEngine(server, lora_identity=unreadable)
-    served(engine, "cold", prompt(17))
+    engine.serve("cold", prompt(17))
     stored = server.usage["objects"]
     for name in ("a", "b"):
-        assert served(engine, name, prompt(17), lora_request="broken").cached == 0
+        assert engine.serve(name, prompt(17), lora_request="broken").cached == 0
     assert server.usage["objects"] == stored
     assert caplog.text.count("run uncached") == 1
 
@@ -258,17 +242,17 @@ def test_each_chunk_is_stored_once_in_the_step_that_completes_it(server: LocalSe
         engine.check_store()
         if engine.running:
             assert engine.stored_chunks(request) == request.computed // CHUNK
-    stored = [h for item in stores_of(engine) for h in item]
+    stored = engine.planned()
     assert stored == hashes(request)
 
 
 def test_what_the_server_holds_already_is_not_stored_again(server: LocalServer) -> None:
     engine = MiniEngine(server)
-    served(engine, "cold", prompt(33))
+    engine.serve("cold", prompt(33))
     engine.plans.clear()
-    longer = served(engine, "warm", prompt(60))
+    longer = engine.serve("warm", prompt(60))
     assert longer.cached == 32
-    assert [h for item in stores_of(engine) for h in item] == hashes(longer)[4:]
+    assert engine.planned() == hashes(longer)[4:]
 
 
 @pytest.mark.parametrize(("save_decode", "chunks"), [(False, 2), (True, 4)])
@@ -276,7 +260,7 @@ def test_generated_tokens_are_stored_only_on_request(
     server: LocalServer, save_decode: bool, chunks: int
 ) -> None:
     engine = MiniEngine(server, save_decode=save_decode)
-    request = served(engine, "r", prompt(20), max_tokens=14)
+    request = engine.serve("r", prompt(20), max_tokens=14)
     assert request.num_tokens == 33
     assert engine.stored_chunks(request) == chunks
 
@@ -310,8 +294,8 @@ def test_a_request_may_limit_what_of_it_is_stored(
     server: LocalServer, params: dict[str, Any], chunks: int
 ) -> None:
     engine = MiniEngine(server)
-    assert engine.stored_chunks(served(engine, "r", prompt(43), kv_transfer_params=params)) == chunks
-    assert served(engine, "again", prompt(43), kv_transfer_params=params).cached == CHUNK * chunks
+    assert engine.stored_chunks(engine.serve("r", prompt(43), kv_transfer_params=params)) == chunks
+    assert engine.serve("again", prompt(43), kv_transfer_params=params).cached == CHUNK * chunks
 
 
 @pytest.mark.parametrize("limit", ["many", "12", -1, 2.5, [], {"a": 1}, float("inf")])
@@ -320,232 +304,17 @@ def test_a_limit_that_is_no_number_of_tokens_stores_nothing_and_harms_nobody(
 ) -> None:
     engine = MiniEngine(server)
     params = {"lmcache.max_offload_tokens": limit}
-    assert engine.stored_chunks(served(engine, "r", prompt(43), kv_transfer_params=params)) == 0
-    assert engine.stored_chunks(served(engine, "other", prompt(43))) == 5
+    assert engine.stored_chunks(engine.serve("r", prompt(43), kv_transfer_params=params)) == 0
+    assert engine.stored_chunks(engine.serve("other", prompt(43))) == 5
 
 
 def test_several_groups_hit_only_where_each_has_the_chunk(server: LocalServer) -> None:
     engine = MiniEngine(server, block_sizes=(4, 2))
-    request = served(engine, "cold", prompt(33))
+    request = engine.serve("cold", prompt(33))
     assert engine.stored_chunks(request) == 4
     second_group = engine.workers[0].context.groups[1].namespace.digest()
     l1 = server.service.l1
     for key in [key for key in l1._index if key == second_group + hashes(request)[2]]:
         l1._evict(l1._index[key])
-    assert served(engine, "warm", prompt(33)).cached == 16
+    assert engine.serve("warm", prompt(33)).cached == 16
     engine.check_store()
-
-
-# ------------------------------------------------------------------------------------------ failures of loads
-
-
-def with_failing_load(server: LocalServer, **settings: Any) -> tuple[MiniEngine, FakeRequest]:
-    """An engine in whose last step the load of a request failed."""
-    engine = MiniEngine(server, **settings)
-    served(engine, "cold", prompt(33))
-    request = engine.add(FakeRequest("warm", prompt(60)))
-    engine.mishap = lambda: server.take_back()
-    engine.plans.clear()
-    assert engine.step().loads
-    return engine, request
-
-
-@pytest.mark.parametrize("lag", [0, 1])
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("blocks", [(4,), (4, 2)], ids=["one group", "two groups"])
-@pytest.mark.parametrize("mapped", [True, False], ids=["shared memory", "frames"])
-def test_after_a_failed_load_the_tokens_are_computed_and_the_chunks_stored_again(
-    server: LocalServer, lag: int, ranks: int, blocks: tuple[int, ...], mapped: bool
-) -> None:
-    engine, request = with_failing_load(
-        server, lag=lag, ranks=ranks, block_sizes=blocks, mapped=mapped, budget=24
-    )
-    while engine.unfinished:
-        engine.step()
-        engine.check_store()
-    assert request.cached == 0
-    assert engine.stored_chunks(request) == 60 // CHUNK
-    assert served(engine, "again", prompt(60)).cached == 56
-    assert server.left_over() == {}
-
-
-@pytest.mark.parametrize("lag", [0, 1])
-def test_nothing_of_a_step_whose_load_failed_is_stored(server: LocalServer, lag: int) -> None:
-    engine, _ = with_failing_load(server, lag=lag)
-    assert engine.plans[0].stores, "the plan named chunks that follow what was to be loaded"
-    assert server.usage["objects"] == 0
-    engine.run()
-    engine.check_store()
-
-
-def test_a_plan_made_before_the_failure_was_known_is_not_stored_either(server: LocalServer) -> None:
-    engine, _ = with_failing_load(server, lag=1, budget=20)
-    plan = engine.step()
-    assert plan.stores, "this plan was made when the load was thought to be good"
-    engine.check_store()
-    assert plan.clean_from <= engine.plans[0].step
-    engine.run()
-    engine.check_store()
-
-
-def test_with_several_ranks_nothing_is_stored_before_all_have_confirmed_their_loads(
-    server: LocalServer,
-) -> None:
-    engine = MiniEngine(server, ranks=2, lag=1, budget=16)
-    served(engine, "cold", prompt(33))
-    engine.plans.clear()
-    engine.add(FakeRequest("other", prompt(80, 500)))
-    request = engine.add(FakeRequest("warm", prompt(33, 0) + prompt(60, 900)))
-    for _ in range(20):
-        engine.step()
-    loads = [plan.step for plan in engine.plans if plan.loads]
-    assert loads
-    confirmed_in = loads[0] + 2  # planned, done, and then known
-    for plan in engine.plans:
-        assert not (plan.stores and loads[0] <= plan.step < confirmed_in), plan.step
-    engine.check_store()
-    assert engine.stored_chunks(request) == 93 // CHUNK, "what was put off is stored later"
-
-
-def test_a_confirmation_of_an_older_load_does_not_stand_for_a_newer_one() -> None:
-    side = SchedulerSide(LocalClient(LocalServer(chunk_size=CHUNK)), [4], ranks=2)  # type: ignore[arg-type]
-    request = FakeRequest("r", prompt(40))
-    side.matched_tokens(request, 0)
-
-    def plan_with_load() -> StepPlan:
-        side._plan.loads.append((None, []))  # type: ignore[arg-type]
-        return side.take_plan()
-
-    first, second = plan_with_load(), plan_with_load()
-
-    def stores() -> int:
-        side.scheduled("r", 0, 40, (list(range(1, 11)),))
-        return len(side.take_plan().stores)
-
-    side.confirmed(first.step)
-    assert stores() == 0
-    side.confirmed(second.step)
-    assert stores() == 1
-
-
-def test_a_request_that_failed_as_a_whole_is_not_looked_up_again(server: LocalServer) -> None:
-    engine, request = with_failing_load(server, block_sizes=(4, 2))
-    engine.client.sent.clear()
-    engine.run()
-    assert not [message for message in engine.client.sent if isinstance(message, m.Lookup)]
-    assert request.cached == 0
-
-
-def test_one_request_s_failed_load_does_not_touch_another_s(server: LocalServer) -> None:
-    engine, _ = with_failing_load(server)
-    bystander = engine.add(FakeRequest("bystander", prompt(40, 5000)))
-    engine.run()
-    assert engine.stored_chunks(bystander) == 5
-
-
-# ------------------------------------------------------------------------------------------------- preemption
-
-
-@pytest.mark.parametrize("mapped", [True, False], ids=["shared memory", "frames"])
-def test_a_preempted_request_resumes_under_its_id_from_what_was_stored(
-    server: LocalServer, mapped: bool
-) -> None:
-    engine = MiniEngine(server, budget=12, mapped=mapped)
-    request = engine.add(FakeRequest("r", prompt(43), max_tokens=6))
-    for _ in range(3):
-        engine.step()
-    assert request.computed == 36
-    engine.preempt(request)
-    engine.step()
-    assert request.cached == 32
-    engine.preempt(request)
-    engine.run()
-    assert request.cached == 32 + 40
-    engine.check_store()
-    assert sorted(h for item in stores_of(engine) for h in item) == sorted(hashes(request)[:5])
-    assert server.left_over() == {}
-
-
-def test_a_request_preempted_after_its_chunks_were_evicted_stores_them_again(server: LocalServer) -> None:
-    engine = MiniEngine(server)
-    request = engine.add(FakeRequest("r", prompt(24), max_tokens=20))
-    for _ in range(5):
-        engine.step()
-    engine.preempt(request)
-    server.service.l1.clear()
-    engine.run()
-    assert request.cached == 0
-    assert engine.stored_chunks(request) == 3
-
-
-# ------------------------------------------------------------------------------- a server that comes and goes
-
-
-def test_without_a_server_requests_run_uncached_and_nothing_is_raised(server: LocalServer) -> None:
-    engine = MiniEngine(server)
-    server.answers = False
-    assert served(engine, "r", prompt(33)).cached == 0
-    server.answers = True
-    assert served(engine, "again", prompt(33)).cached == 0
-    assert served(engine, "warm", prompt(33)).cached == 32
-
-
-def test_a_server_never_seen_costs_nothing_but_the_cache(server: LocalServer) -> None:
-    server.answers = False
-    client: Any = LocalClient(server)
-    side = SchedulerSide(client, [4])
-    request = FakeRequest("r", prompt(33))
-    assert side.matched_tokens(request, 0) == 0
-    side.allocated(request, (list(range(1, 10)),), 0)
-    side.scheduled("r", 0, 33, (list(range(1, 10)),))
-    assert side.take_plan().stores == []
-    side.finished("r")
-    assert client.sent == []
-
-
-@pytest.mark.parametrize("chunk_size", [CHUNK, 16, 4])
-def test_a_server_that_was_restarted_gets_new_lookups_in_its_own_chunk_size(
-    server: LocalServer, chunk_size: int
-) -> None:
-    engine = MiniEngine(server, budget=12)
-    served(engine, "cold", prompt(50))
-    half_done = engine.add(FakeRequest("half done", prompt(60, 100), max_tokens=3))
-    engine.step()
-    server.start(chunk_size)
-    engine.heartbeat()
-    engine.run()
-    engine.check_store()
-    assert served(engine, "cold again", prompt(50)).cached == 0
-    assert served(engine, "warm again", prompt(50)).cached == 50 // chunk_size * chunk_size
-    assert half_done not in engine.running
-    assert server.left_over() == {}
-
-
-@pytest.mark.parametrize("chunk_size", [CHUNK, 16, 4])
-def test_a_request_that_waits_over_a_restart_is_looked_up_anew(server: LocalServer, chunk_size: int) -> None:
-    engine = MiniEngine(server)
-    served(engine, "cold", prompt(33))
-    request = FakeRequest("r", prompt(33))
-    assert engine.side.matched_tokens(request, 0) == 32
-    server.start(chunk_size)
-    engine.heartbeat()
-    assert engine.side.matched_tokens(request, 0) == 0, "the old session's pins are no hit"
-    served(engine, "cold again", prompt(33))
-    assert engine.side.matched_tokens(request, 0) == 32
-    engine.side.finished("r")
-    assert server.left_over() == {}
-
-
-def test_what_ends_while_the_server_does_not_answer_is_given_back_when_it_does(server: LocalServer) -> None:
-    engine = MiniEngine(server)
-    served(engine, "cold", prompt(33))
-    first, second = (FakeRequest(name, prompt(33)) for name in ("first", "second"))
-    assert engine.side.matched_tokens(first, 0) == 32
-    server.answers = False
-    assert engine.side.matched_tokens(second, 0) == 0
-    engine.side.finished("first")
-    engine.side.finished("second")
-    assert server.left_over()
-    server.answers = True
-    engine.heartbeat()
-    assert server.left_over() == {}

@@ -12,7 +12,7 @@ from lmcache.errors import ConfigError
 from lmcache.v1.keys import Namespace, digest
 from lmcache.v1.kv_layout import PagedLayout, describe_declared
 from lmcache.v1.multiprocess.transfer_context.pages import KVGroupPages
-from lmcache.v1.utils.weights import weights_fingerprint
+from lmcache.v1.utils.weights import folder_state, weights_fingerprint
 
 _SUPPORTED_SPECS = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec")
 _NULL_BLOCK = 0  # vLLM's block pool keeps the first block as the null block
@@ -70,13 +70,31 @@ def _hub_commit(repo: str, revision: str | None) -> str:
     return ref.read_text().strip() if ref.is_file() else ""
 
 
+_adapters: dict[tuple[int, str, str], tuple[object, str]] = {}
+"""State of an adapter's files when it was first seen, and its identity, by the engine's id, name and path."""
+
+
 def lora_identity(lora_request: Any) -> str:
-    """Name, path and content of an adapter; empty without one."""
+    """Name, path and content of an adapter as it was first seen; empty without one.
+
+    Raises:
+        OSError: if it cannot be read, or if its files changed and it is not loaded anew: then nobody can tell
+            which of the two the engine computes with.
+    """
     if lora_request is None:
         return ""
-    path = Path(lora_request.lora_path) if lora_request.lora_path else None
-    content = weights_fingerprint(path) if path is not None and path.exists() else ""
-    return digest("lora", [lora_request.lora_name, lora_request.lora_path, content]).hex()
+    name, path = lora_request.lora_name, Path(lora_request.lora_path)
+    here = path.exists()
+    state = folder_state(path) if here else _hub_commit(str(path), None)
+    key = (getattr(lora_request, "lora_int_id", 0), name, str(path))
+    seen, identity = _adapters.get(key, (None, ""))
+    if seen is None or (seen != state and getattr(lora_request, "load_inplace", False)):
+        content = weights_fingerprint(path) if here else state
+        seen, identity = state, digest("lora", [name, str(path), content]).hex()
+        _adapters[key] = (seen, identity)
+    if seen != state:
+        raise OSError(f"adapter {name}: {path} changed since it was loaded; load it under a new id")
+    return identity
 
 
 def _model_extra(vllm_config: Any) -> dict[str, str]:

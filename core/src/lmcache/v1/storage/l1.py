@@ -1,6 +1,6 @@
 """L1: the index over the shared-memory pool, with eviction on the allocation path and owned leases.
 
-Invariants (held by ``tests/unit/test_l1.py``):
+Invariants (held by ``tests/unit/test_l1_history.py``):
 
 * an object is found only after its commit, and never before its bytes are complete;
 * memory under a pin or a write lease is never evicted, freed or given to anybody else;

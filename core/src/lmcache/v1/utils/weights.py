@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from lmcache.v1.keys import digest
@@ -23,17 +24,32 @@ def weights_fingerprint(folder: str | Path) -> str:
     Raises:
         OSError: if the folder cannot be read.
     """
-    root = Path(folder)
-    files = [root] if root.is_file() else sorted(p for p in root.rglob("*") if p.is_file())
-    seen = []
-    for path in files:
-        name = path.name if path == root else str(path.relative_to(root))
-        if any(part.startswith(".") for part in Path(name).parts):
-            continue
-        is_weights = path.suffix.lower() in _WEIGHTS
-        if is_weights or path.suffix.lower() == ".json":
-            seen.append([name, *_file_identity(path, is_weights)])
+    seen = [[name, *_file_identity(path, path.suffix.lower() in _WEIGHTS)] for name, path in _files(folder)]
     return digest("weights", seen).hex()
+
+
+def folder_state(folder: str | Path) -> tuple[tuple[str, int, int], ...]:
+    """Name, size and modification time of each file that counts: changes when the files do, and is quick.
+
+    Raises:
+        OSError: if the folder cannot be read.
+    """
+    stats = [(name, path.stat()) for name, path in _files(folder)]
+    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
+
+
+def _files(folder: str | Path) -> Iterator[tuple[str, Path]]:
+    """The files that count, with their names below the folder."""
+    root = Path(folder)
+    if root.is_file():
+        yield root.name, root
+        return
+    next(root.iterdir(), None)  # rglob keeps quiet about a folder that is not there or may not be read
+    for path in sorted(root.rglob("*")):
+        name = path.relative_to(root)
+        hidden = any(part.startswith(".") for part in name.parts)
+        if not hidden and path.suffix.lower() in (*_WEIGHTS, ".json") and path.is_file():
+            yield str(name), path
 
 
 def _file_identity(path: Path, is_weights: bool) -> list[int | bytes]:
@@ -41,9 +57,8 @@ def _file_identity(path: Path, is_weights: bool) -> list[int | bytes]:
         stat = os.fstat(file.fileno())
         if stat.st_size <= _SMALL:
             return [stat.st_size, stat.st_mtime_ns if is_weights else 0, file.read()]
-        step = max(_WINDOW, (stat.st_size - _WINDOW) // (_WINDOWS - 1))
         samples = []
-        for at in range(0, stat.st_size, step):
-            file.seek(at)
+        for i in range(_WINDOWS):  # from the first bytes to the last
+            file.seek((stat.st_size - _WINDOW) * i // (_WINDOWS - 1))
             samples.append(file.read(_WINDOW))
         return [stat.st_size, stat.st_mtime_ns, b"".join(samples)]
