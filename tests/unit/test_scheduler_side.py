@@ -549,3 +549,19 @@ def test_what_ends_while_the_server_does_not_answer_is_given_back_when_it_does(s
     server.answers = True
     engine.heartbeat()
     assert server.left_over() == {}
+
+
+def test_after_a_reset_nothing_stored_before_is_found_and_nothing_under_way_is_stored(
+    server: LocalServer,
+) -> None:
+    engine = MiniEngine(server)
+    served(engine, "cold", prompt(41))
+    waiting = FakeRequest("waiting", prompt(41))
+    assert engine.side.matched_tokens(waiting, 0) == 40
+    engine.side.forget()
+    assert engine.side.matched_tokens(waiting, 0) == 0
+    assert engine.side.matched_tokens(FakeRequest("new", prompt(41)), 0) == 0
+    engine.side.finished("waiting")
+    engine.side.finished("new")
+    assert served(engine, "cold again", prompt(41)).cached == 0
+    assert served(engine, "warm again", prompt(41)).cached == 40

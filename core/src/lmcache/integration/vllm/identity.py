@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
+import re
+import secrets
 from pathlib import Path
 from typing import Any
 
-from lmcache.errors import ConfigError
+from lmcache.errors import ConfigError, LMCacheError
+from lmcache.logging import init_logger
 from lmcache.v1.keys import Namespace, digest
 from lmcache.v1.kv_layout import PagedLayout, describe_declared
 from lmcache.v1.multiprocess.transfer_context.pages import KVGroupPages
 from lmcache.v1.utils.weights import weights_fingerprint
+
+logger = init_logger(__name__)
 
 _SUPPORTED_SPECS = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec")
 _NULL_BLOCK = 0  # vLLM's block pool keeps the first block as the null block
@@ -58,16 +62,31 @@ def model_revision(vllm_config: Any, given: str) -> str:
     folder = Path(model.model)
     if folder.exists():
         return f"local:{weights_fingerprint(folder)}"
-    return f"hub:{_hub_commit(model.model, model.revision) or model.revision or 'main'}"
-
-
-def _hub_commit(repo: str, revision: str | None) -> str:
-    """The commit that the local hub cache holds for ``revision``; empty if it cannot be told."""
-    cache = Path(
-        os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface")) / "hub"
+    commit = _hub_commit(vllm_config)
+    if commit:
+        return f"hub:{commit}"
+    logger.warning(
+        "%s: which revision of its weights this is cannot be told, so nothing is shared with other engines;"
+        " set lmcache.mp.model_revision to a name of your own for them",
+        model.model,
     )
-    ref = cache.expanduser() / f"models--{repo.replace('/', '--')}" / "refs" / (revision or "main")
+    return f"unknown:{secrets.token_hex(16)}"
+
+
+def _hub_commit(vllm_config: Any) -> str:
+    """The commit that vLLM takes from its hub cache; empty if it cannot be told."""
+    model, revision = vllm_config.model_config.model, vllm_config.model_config.revision or "main"
+    if re.fullmatch("[0-9a-f]{40}", revision):
+        return str(revision)
+    ref = Path(vllm_config.load_config.download_dir or _hub_cache()) / f"models--{model.replace('/', '--')}"
+    ref = ref.expanduser() / "refs" / revision
     return ref.read_text().strip() if ref.is_file() else ""
+
+
+def _hub_cache() -> str:
+    from huggingface_hub.constants import HF_HUB_CACHE  # it knows every variable that moves it
+
+    return str(HF_HUB_CACHE)
 
 
 def lora_identity(lora_request: Any) -> str:
@@ -77,6 +96,30 @@ def lora_identity(lora_request: Any) -> str:
     path = Path(lora_request.lora_path) if lora_request.lora_path else None
     content = weights_fingerprint(path) if path is not None and path.exists() else ""
     return digest("lora", [lora_request.lora_name, lora_request.lora_path, content]).hex()
+
+
+class AdapterIdentities:
+    """:func:`lora_identity` of each adapter of one engine, which keeps what it loaded though the files change."""
+
+    def __init__(self) -> None:
+        self._first: dict[int, str] = {}
+
+    def __call__(self, lora_request: Any) -> str:
+        """The identity.
+
+        Raises:
+            LMCacheError: if it is another than at first: which weights the engine has cannot be told then.
+        """
+        identity = lora_identity(lora_request)
+        if (
+            lora_request is not None
+            and self._first.setdefault(lora_request.lora_int_id, identity) != identity
+        ):
+            raise LMCacheError(
+                f"{lora_request.lora_path} changed since this engine first used it;"
+                " unload the adapter and load it again"
+            )
+        return identity
 
 
 def _model_extra(vllm_config: Any) -> dict[str, str]:
@@ -89,6 +132,10 @@ def _model_extra(vllm_config: Any) -> dict[str, str]:
         "vllm": str(vllm.__version__),  # pages are opaque: what is inside may change with the release
         "model_dtype": str(model.dtype),
         "quantization": str(model.quantization),
+        "max_model_len": str(model.max_model_len),  # chooses rope factors (longrope) and attention scaling
+        "mm_processor_kwargs": json.dumps(
+            getattr(model.multimodal_config, "mm_processor_kwargs", None), sort_keys=True, default=str
+        ),  # what a user's own id for an item does not tell
         "load_format": str(vllm_config.load_config.load_format),
         "hf_config": digest("hf_config", json.dumps(hf, sort_keys=True, default=str)).hex(),
         "draft": str(getattr(vllm_config.speculative_config, "method", "")),

@@ -25,7 +25,12 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 import lmcache
 from lmcache.errors import ConfigError
-from lmcache.integration.vllm.identity import check_supported, describe_groups, lora_identity, model_revision
+from lmcache.integration.vllm.identity import (
+    AdapterIdentities,
+    check_supported,
+    describe_groups,
+    model_revision,
+)
 from lmcache.integration.vllm.scheduler_side import SchedulerSide, StepPlan
 from lmcache.integration.vllm.settings import read_settings
 from lmcache.integration.vllm.vllm_multi_process_adapter import ParallelStrategy
@@ -112,7 +117,7 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):
             loads=transfer.is_kv_consumer,
             stores=transfer.is_kv_producer,
             save_decode=settings.save_decode_cache,
-            lora_identity=lora_identity,
+            lora_identity=AdapterIdentities(),
         )
 
     @property
@@ -226,6 +231,11 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         self._sched.finished(request.request_id)
         return False, None
+
+    def reset_cache(self) -> bool | None:
+        """Find nothing of what was stored until now; asked for when weights change in a running engine."""
+        self._sched.forget()
+        return True
 
     def shutdown(self) -> None:
         """Close this side's session."""

@@ -1,0 +1,90 @@
+"""What makes two vLLM engines' KV the same, as far as it can be told without vLLM."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lmcache.errors import LMCacheError
+from lmcache.integration.vllm import identity
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def engine(download_dir: Path | None = None, **model: Any) -> Any:
+    fields = {
+        "model": "org/model", "revision": None, "dtype": "float32", "quantization": None,
+        "max_model_len": 4096, "hf_config": SimpleNamespace(), "multimodal_config": None,
+    } | model  # fmt: skip
+    return SimpleNamespace(
+        model_config=SimpleNamespace(**fields),
+        load_config=SimpleNamespace(load_format="auto", download_dir=download_dir and str(download_dir)),
+        speculative_config=None,
+    )
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Path:
+    """A hub cache that holds a commit of org/model's main."""
+    refs = tmp_path / "models--org--model" / "refs"
+    refs.mkdir(parents=True)
+    (refs / "main").write_text(COMMIT)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"max_model_len": 131072},
+        {"multimodal_config": SimpleNamespace(mm_processor_kwargs={"do_resize": False})},
+        {"quantization": "fp8"},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+def test_a_setting_that_changes_kv_separates_engines(
+    monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0"))
+    assert identity._model_extra(engine()) == identity._model_extra(engine())
+    assert identity._model_extra(engine()) != identity._model_extra(engine(**other))
+
+
+def test_a_hub_model_s_revision_is_the_commit_in_the_cache_that_vllm_was_told_to_use(hub: Path) -> None:
+    assert identity.model_revision(engine(hub), "") == f"hub:{COMMIT}"
+    assert identity.model_revision(engine(hub), "mine") == "given:mine"
+
+
+def test_a_commit_given_as_revision_needs_no_cache(tmp_path: Path) -> None:
+    assert identity.model_revision(engine(tmp_path, revision=COMMIT), "") == f"hub:{COMMIT}"
+
+
+@pytest.mark.parametrize("model", [{"revision": "v2"}, {"model": "org/other"}])
+def test_weights_of_which_nobody_knows_the_revision_are_shared_with_no_other_engine(
+    hub: Path, caplog: pytest.LogCaptureFixture, model: dict[str, Any]
+) -> None:
+    unknown = [identity.model_revision(engine(hub, **model), "") for _ in range(2)]
+    assert unknown[0] != unknown[1]
+    assert "set lmcache.mp.model_revision" in caplog.text
+
+
+def test_an_adapter_whose_files_changed_under_the_engine_has_no_identity_until_loaded_anew(
+    tmp_path: Path,
+) -> None:
+    weights = tmp_path / "adapter_model.safetensors"
+    weights.write_bytes(b"one")
+
+    def adapter(ident: int) -> Any:
+        return SimpleNamespace(lora_name="a", lora_path=str(tmp_path), lora_int_id=ident)
+
+    identities = identity.AdapterIdentities()
+    assert identities(None) == ""
+    one = identities(adapter(1))
+    assert identities(adapter(1)) == one
+    weights.write_bytes(b"two")
+    with pytest.raises(LMCacheError, match="unload the adapter and load it again"):
+        identities(adapter(1))
+    assert identities(adapter(2)) not in (one, "")
