@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import ssl
@@ -152,6 +153,26 @@ def test_more_memory_than_there_is_says_needed_and_available(shm_name: str) -> N
 
 
 # ---- ready
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "words"),
+    [
+        (resource.RLIMIT_NOFILE, 16, ("open files", "ulimit -n")),
+        (resource.RLIMIT_FSIZE, 1 << 20, ("L1 pool", "--l1-size-gb")),
+        (resource.RLIMIT_AS, 600 << 20, ("L1 pool", "ulimit -v")),
+    ],
+    ids=["open files", "file size", "address space"],
+)
+def test_a_limit_of_the_process_that_forbids_it_is_one_line(
+    limit: int, value: int, words: tuple[str, str]
+) -> None:
+    done = run_cli(
+        "server", "--l1-size-gb", "0.6", "--port", "0", "--http-port", "0",
+        preexec_fn=lambda: resource.setrlimit(limit, (value, value)),
+    )  # fmt: skip
+    line = refused(done, 3)
+    assert all(word in line for word in words), line
 
 
 @pytest.mark.parametrize("form", ["terminal", "json"])
@@ -427,6 +448,22 @@ def test_garbage_on_the_port_does_not_disturb_a_client(server: RunningServer) ->
     assert slowest[0] < 1.0
     assert server.process.poll() is None
     assert server.get("/healthcheck")[0] == 200
+
+
+def test_connections_that_say_nothing_are_closed_and_fill_neither_log_nor_table() -> None:
+    with running_server() as server, channel_to(server.address) as channel, ExitStack() as stack:
+        attach = hello(channel, role="worker", engine="E").attach
+        assert attach is not None
+        files = len(os.listdir(f"/proc/{server.pid}/fd"))
+        resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (files + 10, files + 10))
+        silent = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(30)]
+        for one in silent:
+            one.settimeout(CALL_SECONDS)
+            one.connect(f"\0{attach.socket[1:]}")
+        began = time.monotonic()
+        assert [one.recv(1) for one in silent[:10]] == [b""] * 10, "closed by the server"
+        assert time.monotonic() - began < 9
+        assert server.errors().count("accept failed") == 1
 
 
 def test_garbage_on_the_http_port_does_not_disturb_it(server: RunningServer) -> None:

@@ -90,7 +90,7 @@ class ShmPool:
             if self.path is None:
                 # A client that could shrink the file would make every other process die of SIGBUS.
                 fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
-            self.view = PoolView(self.fd, data_bytes)
+            self.view = _mapped(self.fd, data_bytes)
         except BaseException:
             self.close()
             raise
@@ -161,17 +161,27 @@ def sweep_stale_segments() -> list[Path]:
 
 
 def _reserve(fd: int, total: int, stop: threading.Event | None) -> None:
-    os.ftruncate(fd, total)
     for at in range(0, total, _RESERVE_STEP):  # in steps, so that a signal is heard between them
         if stop is not None and stop.is_set():
             raise StartupError("stopped by a signal while reserving L1")
         try:
+            if not at:
+                os.ftruncate(fd, total)
             os.posix_fallocate(fd, at, min(_RESERVE_STEP, total - at))
         except OSError as exc:
             raise StartupError(
                 f"L1 pool: reserving {_gib(total)} failed after {_gib(at)} ({exc.strerror});"
                 " lower --l1-size-gb or free memory"
             ) from None
+
+
+def _mapped(fd: int, data_bytes: int) -> PoolView:
+    try:
+        return PoolView(fd, data_bytes)
+    except OSError as exc:  # a limit of address space, for one
+        raise StartupError(
+            f"L1 pool: mapping {_gib(data_bytes)} failed ({exc.strerror}); lower --l1-size-gb or raise `ulimit -v`"
+        ) from None
 
 
 def _check_available(need: int, path: Path | None) -> None:
