@@ -210,6 +210,14 @@ def test_two_engines_under_one_name_share_only_if_they_are_the_same(server: Runn
 # ------------------------------------------------------------------------------------------------ shared memory
 
 
+def test_a_worker_that_is_refused_again_and_again_does_not_fill_the_server_s_log() -> None:
+    with running_server("--chunk-size", str(CHUNK)) as server, rig(server, engine="namesake", model="m1"):
+        with rig(server, engine="namesake", model="m2", quick=True, wait=0) as other:
+            wait_for(lambda: server.metrics()['lmcache_mp_errors_total{code="bad_request"}'] > 5, 10)
+            assert "engine_id of its own" in other.reasons()[0]
+        assert "closed" not in server.errors()
+
+
 def test_a_worker_of_another_user_works_through_frames_and_says_once_why(server: RunningServer) -> None:
     if os.geteuid() != 0:
         pytest.skip("only root can start a process under another uid")

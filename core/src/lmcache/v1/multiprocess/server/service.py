@@ -6,6 +6,7 @@ becomes that request's error reply and touches nothing else.
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import time
@@ -26,6 +27,7 @@ from lmcache.v1.storage.shm_pool import PoolView
 logger = init_logger(__name__)
 
 _MAX_OBJECT_BYTES = 1 << 34
+_MAX_KNOWN = 1024
 
 
 class Refused(LMCacheError):
@@ -54,7 +56,7 @@ class Service:
         self.l1 = L1Cache(view, config.eviction_trigger_watermark if lru else None, config.eviction_ratio)
         self._version = lmcache.__version__
         self._known: dict[bytes, Namespace] = {}
-        """Every namespace registered since the start, for Query: objects outlive their engine."""
+        """The namespaces registered last, for Query: objects outlive their engine."""
         self._handlers: dict[type, Callable[..., Any]] = {
             m.Hello: self._hello,
             m.Bye: self._bye,
@@ -165,7 +167,12 @@ class Service:
                 " model or layout; give each engine an engine_id of its own",
             )
         engine.namespaces[session.rank] = namespaces
-        self._known.update(engine.namespaces[session.rank])
+        session.registered = True
+        for ns_digest, ns in namespaces:
+            self._known.pop(ns_digest, None)  # the one registered last is at the end
+            self._known[ns_digest] = ns
+        for ns_digest in list(self._known)[:-_MAX_KNOWN]:
+            del self._known[ns_digest]
         logger.info(
             "engine %s rank %d/%d registered: %s, %d KV group(s), %s",
             session.engine, session.rank, engine.ranks, msg.namespaces[0].model if msg.namespaces else "-",
@@ -384,9 +391,10 @@ class Service:
         self.l1.drop_session(ident, dead=True)
         if session.role == "worker":
             self.l1.drop_rank(session.engine, session.rank)
-        logger.info(
-            "session of engine %s %s rank %d closed", session.engine or "-", session.role, session.rank
-        )
+        logger.log(
+            logging.INFO if session.registered else logging.DEBUG,  # one that is refused tries again for ever
+            "session of engine %s %s rank %d closed", session.engine or "-", session.role, session.rank,
+        )  # fmt: skip
 
     def _session(self, ident: str) -> Session:
         session = self.sessions.by_id.get(ident)
