@@ -17,6 +17,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import zmq
 
 from helpers.server import (
     CALL_SECONDS,
@@ -46,6 +47,12 @@ def server() -> Iterator[RunningServer]:
     """One that no test of this module ends."""
     with running_server() as running:
         yield running
+
+
+def resident(pid: int) -> int:
+    """Bytes of memory of a process that belong to no file."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) << 10
 
 
 @pytest.fixture
@@ -464,6 +471,28 @@ def test_connections_that_say_nothing_are_closed_and_fill_neither_log_nor_table(
         assert [one.recv(1) for one in silent[:10]] == [b""] * 10, "closed by the server"
         assert time.monotonic() - began < 9
         assert server.errors().count("accept failed") == 1
+
+
+def test_a_client_that_asks_and_does_not_read_takes_no_memory_without_bound() -> None:
+    with running_server("--chunk-size", "256") as server, channel_to(server.address) as channel:
+        with Worker(server.address, [namespace(page_bytes=(512 << 10,))]) as worker:
+            assert worker.store(TOKENS[:256]) == 1
+        session = hello(channel, role="worker", engine="reader").session
+        shape = m.Register(session=session, namespaces=[namespace(page_bytes=(512 << 10,))], mapped=False)
+        channel.call(shape, CALL_SECONDS)
+        digests = b"".join(chunk_hashes(TOKENS[:256], Scope(chunk_size=256)))
+        lookup = m.Lookup(session=session, request="r", lease=1, hashes=digests)
+        channel.call(lookup, CALL_SECONDS)
+        read = m.encode(m.Read(session=session, lease=1, index=0, offset=0, length=m.PIECE_BYTES))
+        with zmq.Context() as context, context.socket(zmq.DEALER) as silent:
+            silent.setsockopt(zmq.LINGER, 0)
+            silent.setsockopt(zmq.RCVHWM, 1)
+            silent.connect(server.address)
+            for ident in range(1, 301):
+                silent.send_multipart([ident.to_bytes(8, "little"), read])
+            wait_for(lambda: server.metrics()["lmcache_mp_undeliverable_replies_total"] > 200, 20)
+            assert resident(server.pid) < 600 << 20
+            channel.call(m.Ping(), CALL_SECONDS)
 
 
 def test_garbage_on_the_http_port_does_not_disturb_it(server: RunningServer) -> None:
