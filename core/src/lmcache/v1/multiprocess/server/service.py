@@ -300,12 +300,19 @@ class Service:
             )
         start = item.offset + msg.offset
         self._view.data[start : start + len(data)] = data
+        item.written += len(data)
         self.metrics.written_bytes.inc(len(data))
         return m.Ok()
 
     def _commit(self, msg: m.Commit, _: object) -> m.Reply:
         session = self._session(msg.session)
-        self._owned(session, msg.lease)
+        items = self._owned(session, msg.lease)
+        if not session.mapped:  # then every byte has come through here, or is somebody else's of before
+            short = [i for i in set(msg.indexes) if 0 <= i < len(items) and items[i].written < items[i].size]
+            if short:
+                raise Refused(
+                    "bad_request", f"commit of {len(short)} reservations that were not written in full"
+                )
         try:
             count = self.l1.commit(session.id, msg.lease, msg.indexes)
         except IndexError as exc:
