@@ -88,3 +88,21 @@ def test_an_adapter_whose_files_changed_under_the_engine_has_no_identity_until_l
     with pytest.raises(LMCacheError, match="unload the adapter and load it again"):
         identities(adapter(1))
     assert identities(adapter(2)) not in (one, "")
+
+
+def test_a_folder_s_revision_follows_its_code_and_what_its_links_lead_to(tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshot"
+    blobs.mkdir()
+    snapshot.mkdir()
+    for name in ("model.safetensors", "config.json", "modeling_own.py"):
+        (blobs / name).write_text("one")
+        (snapshot / name).symlink_to(blobs / name)
+
+    def revision() -> str:
+        return identity.model_revision(engine(model=str(snapshot)), "")
+
+    seen = {revision()}
+    for name in ("model.safetensors", "config.json", "modeling_own.py"):
+        (blobs / name).write_text("two")
+        seen.add(revision())
+    assert len(seen) == 4

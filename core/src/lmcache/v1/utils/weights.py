@@ -7,7 +7,9 @@ from pathlib import Path
 
 from lmcache.v1.keys import digest
 
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".msgpack", ".h5")
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".tensors", ".gguf", ".npz", ".msgpack", ".h5")
+_SAYS_HOW = (".json", ".py")
+"""Configuration, and the code that models bring along (trust_remote_code)."""
 _SMALL = 1 << 20
 _WINDOW = 64 << 10
 _WINDOWS = 16
@@ -16,7 +18,7 @@ _WINDOWS = 16
 def weights_fingerprint(folder: str | Path) -> str:
     """Hex fingerprint of a local model or adapter folder (or of a single weights file).
 
-    Small files (configuration) count with all their bytes; weight files with name, size, modification time and
+    Small files (configuration, code) count with all their bytes; weight files with name, size, modification time and
     bytes sampled over the whole file, since reading hundreds of gigabytes at start is not an option. A copy with
     other modification times is another revision: a miss, never a wrong hit.
 
@@ -31,7 +33,7 @@ def weights_fingerprint(folder: str | Path) -> str:
         if any(part.startswith(".") for part in Path(name).parts):
             continue
         is_weights = path.suffix.lower() in _WEIGHTS
-        if is_weights or path.suffix.lower() == ".json":
+        if is_weights or path.suffix.lower() in _SAYS_HOW:
             seen.append([name, *_file_identity(path, is_weights)])
     return digest("weights", seen).hex()
 
