@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import ssl
@@ -16,6 +17,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import zmq
 
 from helpers.server import (
     CALL_SECONDS,
@@ -45,6 +47,12 @@ def server() -> Iterator[RunningServer]:
     """One that no test of this module ends."""
     with running_server() as running:
         yield running
+
+
+def resident(pid: int) -> int:
+    """Bytes of memory of a process that belong to no file."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) << 10
 
 
 @pytest.fixture
@@ -152,6 +160,26 @@ def test_more_memory_than_there_is_says_needed_and_available(shm_name: str) -> N
 
 
 # ---- ready
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "words"),
+    [
+        (resource.RLIMIT_NOFILE, 16, ("open files", "ulimit -n")),
+        (resource.RLIMIT_FSIZE, 1 << 20, ("L1 pool", "--l1-size-gb")),
+        (resource.RLIMIT_AS, 600 << 20, ("L1 pool", "ulimit -v")),
+    ],
+    ids=["open files", "file size", "address space"],
+)
+def test_a_limit_of_the_process_that_forbids_it_is_one_line(
+    limit: int, value: int, words: tuple[str, str]
+) -> None:
+    done = run_cli(
+        "server", "--l1-size-gb", "0.6", "--port", "0", "--http-port", "0",
+        preexec_fn=lambda: resource.setrlimit(limit, (value, value)),
+    )  # fmt: skip
+    line = refused(done, 3)
+    assert all(word in line for word in words), line
 
 
 @pytest.mark.parametrize("form", ["terminal", "json"])
@@ -427,6 +455,44 @@ def test_garbage_on_the_port_does_not_disturb_a_client(server: RunningServer) ->
     assert slowest[0] < 1.0
     assert server.process.poll() is None
     assert server.get("/healthcheck")[0] == 200
+
+
+def test_connections_that_say_nothing_are_closed_and_fill_neither_log_nor_table() -> None:
+    with running_server() as server, channel_to(server.address) as channel, ExitStack() as stack:
+        attach = hello(channel, role="worker", engine="E").attach
+        assert attach is not None
+        files = len(os.listdir(f"/proc/{server.pid}/fd"))
+        resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (files + 10, files + 10))
+        silent = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(30)]
+        for one in silent:
+            one.settimeout(CALL_SECONDS)
+            one.connect(f"\0{attach.socket[1:]}")
+        began = time.monotonic()
+        assert [one.recv(1) for one in silent[:10]] == [b""] * 10, "closed by the server"
+        assert time.monotonic() - began < 9
+        assert server.errors().count("accept failed") == 1
+
+
+def test_a_client_that_asks_and_does_not_read_takes_no_memory_without_bound() -> None:
+    with running_server("--chunk-size", "256") as server, channel_to(server.address) as channel:
+        with Worker(server.address, [namespace(page_bytes=(512 << 10,))]) as worker:
+            assert worker.store(TOKENS[:256]) == 1
+        session = hello(channel, role="worker", engine="reader").session
+        shape = m.Register(session=session, namespaces=[namespace(page_bytes=(512 << 10,))], mapped=False)
+        channel.call(shape, CALL_SECONDS)
+        digests = b"".join(chunk_hashes(TOKENS[:256], Scope(chunk_size=256)))
+        lookup = m.Lookup(session=session, request="r", lease=1, hashes=digests)
+        channel.call(lookup, CALL_SECONDS)
+        read = m.encode(m.Read(session=session, lease=1, index=0, offset=0, length=m.PIECE_BYTES))
+        with zmq.Context() as context, context.socket(zmq.DEALER) as silent:
+            silent.setsockopt(zmq.LINGER, 0)
+            silent.setsockopt(zmq.RCVHWM, 1)
+            silent.connect(server.address)
+            for ident in range(1, 301):
+                silent.send_multipart([ident.to_bytes(8, "little"), read])
+            wait_for(lambda: server.metrics()["lmcache_mp_undeliverable_replies_total"] > 200, 20)
+            assert resident(server.pid) < 600 << 20
+            channel.call(m.Ping(), CALL_SECONDS)
 
 
 def test_garbage_on_the_http_port_does_not_disturb_it(server: RunningServer) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from helpers.rig import NULL_BLOCK, Rig, RigProcess
-from helpers.server import RunningServer, channel_to, hello, running_server, wait_for
+from helpers.server import RunningServer, Worker, channel_to, hello, namespace, running_server, wait_for
 from lmcache.v1.multiprocess.transfer_context import worker_transfer
 from lmcache.v1.protocol import messages as m
 from lmcache.v1.protocol.channel import RequestFailed
@@ -208,6 +208,33 @@ def test_two_engines_under_one_name_share_only_if_they_are_the_same(server: Runn
 
 
 # ------------------------------------------------------------------------------------------------ shared memory
+
+
+@pytest.mark.parametrize("sent", [0, 1, 1023])
+def test_a_chunk_that_did_not_arrive_whole_in_frames_is_not_published(
+    server: RunningServer, sent: int
+) -> None:
+    shape = namespace(f"partial {sent}", CHUNK, page_bytes=(512,))
+    assert shape.object_bytes == 1024
+    with channel_to(server.address) as channel, Worker(server.address, [shape], "partial") as worker:
+        session, digest = worker.session, os.urandom(32)
+        worker.ask(m.Reserve(session=session, lease=1, hashes=[digest]))
+        if sent:
+            worker.ask(m.Write(session=session, lease=1, index=0), [bytes(sent)])
+        with pytest.raises(RequestFailed, match="not written in full"):
+            worker.ask(m.Commit(session=session, lease=1, indexes=[0]))
+        found = channel.call(m.Lookup(session=session, request="r", lease=2, hashes=digest), 5)[0]
+        assert isinstance(found, m.Found)
+        assert found.chunks == 0
+        worker.ask(m.Abort(session=session, leases=[1]))
+
+
+def test_a_worker_that_is_refused_again_and_again_does_not_fill_the_server_s_log() -> None:
+    with running_server("--chunk-size", str(CHUNK)) as server, rig(server, engine="namesake", model="m1"):
+        with rig(server, engine="namesake", model="m2", quick=True, wait=0) as other:
+            wait_for(lambda: server.metrics()['lmcache_mp_errors_total{code="bad_request"}'] > 5, 10)
+            assert "engine_id of its own" in other.reasons()[0]
+        assert "closed" not in server.errors()
 
 
 def test_a_worker_of_another_user_works_through_frames_and_says_once_why(server: RunningServer) -> None:

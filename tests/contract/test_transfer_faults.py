@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -199,6 +200,21 @@ def test_a_named_pool_s_server_starts_again_under_its_name_while_clients_still_m
             engine.wait_reopened(epochs, 5)
             engine.store(prompt(), A)
             assert engine.fetch("r", prompt(), B) == 5
+
+
+def test_a_dead_server_s_pool_is_let_go_so_that_its_memory_is_there_for_the_next() -> None:
+    def pools_mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd:lmcache-l1")
+
+    before = pools_mapped()
+    with a_server() as server, a_rig(server) as engine:
+        engine.store(prompt(), A)
+        assert engine.lookup("r", prompt()) == 5
+        assert pools_mapped() == before + 1
+        server.end(signal.SIGKILL)
+        wait_for(lambda: pools_mapped() == before, 5, "no engine keeps the dead server's memory")
+        assert engine.load("r", B) == [False]
+        assert engine.store(prompt(), A) == 0
 
 
 # -------------------------------------------------------------------------------------------- stopped servers

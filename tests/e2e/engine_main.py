@@ -84,6 +84,10 @@ class Engine:
             engine.step()
         return ended
 
+    def reset(self) -> bool:
+        """As after a change of weights: forget every prefix, here and in the cache."""
+        return bool(self.llm.reset_prefix_cache(reset_connector=True))
+
     def preemptions(self) -> int:
         """Requests preempted so far, by vLLM's own count."""
         return sum(int(x.value) for x in self.llm.get_metrics() if x.name == "vllm:num_preemptions")

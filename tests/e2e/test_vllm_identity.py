@@ -91,3 +91,12 @@ def test_adapters_miss_on_each_other_and_on_the_base(
         # The same name for other weights is another adapter.
         assert cached(process, lora=["one", 3, str(two)])[0] == 0
         assert cached(process) == [HIT, HIT]
+
+
+def test_what_was_stored_before_a_reset_is_not_found_after_it(
+    stored: int, server: Server, model_dir: Callable[[str], Path], log: Path
+) -> None:
+    with engine(model_dir("gqa"), log, connector(server.port)) as process:
+        assert cached(process) == [HIT, HIT]
+        assert process.call("reset")
+        assert cached(process) == [0, HIT]

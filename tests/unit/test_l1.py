@@ -240,6 +240,23 @@ def test_storing_what_is_stored_already_counts_as_a_use() -> None:
     assert survivors(cache, *"abde") == "ade", "of the two the later chunk goes first"
 
 
+def test_a_pool_full_of_pins_refuses_many_chunks_as_fast_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = Cache(pages=8)
+    fill(cache, *"abcdefgh")
+    cache.hold(*"abcdefgh")
+    tries: list[int] = []
+    allocate = cache._allocate
+
+    def counted(size: int) -> int | None:
+        tries.append(size)
+        return allocate(size)
+
+    monkeypatch.setattr(cache, "_allocate", counted)
+    slots = cache.ask([f"new{i}" for i in range(1000)], lease=next(LEASE_IDS))
+    assert slots == [[(FULL, 0)] * 1000]
+    assert len(tries) == 1, "each try looks at every pin"
+
+
 def test_what_is_pinned_or_reserved_outlives_any_burst() -> None:
     cache = Cache(pages=4)
     fill(cache, "pinned")

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from helpers.local import LocalClient, LocalServer
-from helpers.mini_engine import FakeRequest, MiniEngine, prompt
+from helpers.mini_engine import FakeRequest, MiniEngine, prompt, scope_of
 from lmcache.integration.vllm.scheduler_side import SchedulerSide, StepPlan
+from lmcache.v1.keys import chunk_hashes
 from lmcache.v1.protocol import messages as m
 
 CHUNK = 8

@@ -318,3 +318,22 @@ def test_several_groups_hit_only_where_each_has_the_chunk(server: LocalServer) -
         l1._evict(l1._index[key])
     assert engine.serve("warm", prompt(33)).cached == 16
     engine.check_store()
+
+
+def test_after_a_reset_nothing_stored_before_is_found_and_nothing_under_way_is_stored(
+    server: LocalServer,
+) -> None:
+    engine = MiniEngine(server)
+    engine.serve("cold", prompt(41))
+    waiting = FakeRequest("waiting", prompt(41))
+    assert engine.side.matched_tokens(waiting, 0) == 40
+    engine.side.forget()
+    assert engine.side.matched_tokens(waiting, 0) == 0
+    assert engine.side.matched_tokens(FakeRequest("new", prompt(41)), 0) == 0
+    engine.side.finished("waiting")
+    engine.side.finished("new")
+    cold, warm = FakeRequest("cold again", prompt(41)), FakeRequest("warm again", prompt(41))
+    for request, cached in ((cold, 0), (warm, 40)):  # under keys that only this engine knows
+        engine.add(request)
+        engine.run()
+        assert request.cached == cached

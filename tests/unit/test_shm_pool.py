@@ -194,7 +194,28 @@ def test_available_memory_counts_a_container_s_limit_but_not_its_page_cache(
     (tmp_path / "meminfo").write_text(MEMINFO)
     for path, text in files.items():
         (tmp_path / path).write_text(text)
-    assert available_memory(tmp_path / "meminfo", tmp_path) == available
+    assert available_memory(tmp_path / "meminfo", tmp_path, tmp_path / "none") == available
+
+
+@pytest.mark.parametrize(
+    ("line", "folder", "limit", "usage"),
+    [
+        ("0::/system.slice/cache.service", "system.slice/cache.service", "memory.max", "memory.current"),
+        ("0::/system.slice/cache.service", "system.slice", "memory.max", "memory.current"),
+        ("4:cpu,memory:/jobs/1", "memory/jobs/1", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ],
+    ids=["a service's", "its slice's", "v1"],
+)
+def test_available_memory_counts_the_limit_of_a_cgroup_below_the_root(
+    tmp_path: Path, line: str, folder: str, limit: str, usage: str
+) -> None:
+    (tmp_path / "meminfo").write_text(MEMINFO)
+    (tmp_path / "membership").write_text(f"1:name=systemd:/elsewhere\n{line}\n")
+    group = tmp_path / folder
+    group.mkdir(parents=True)
+    for name, text in ((limit, "5000"), (usage, "2000"), ("memory.stat", "inactive_file 0")):
+        (group / name).write_text(text)
+    assert available_memory(tmp_path / "meminfo", tmp_path, tmp_path / "membership") == 3000
 
 
 # ------------------------------------------------------------------------------------------------ other users

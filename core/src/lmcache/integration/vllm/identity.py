@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
+import secrets
 from pathlib import Path
 from typing import Any
 
 from lmcache.errors import ConfigError
+from lmcache.logging import init_logger
 from lmcache.v1.keys import Namespace, digest
 from lmcache.v1.kv_layout import PagedLayout, describe_declared
 from lmcache.v1.multiprocess.transfer_context.pages import KVGroupPages
 from lmcache.v1.utils.weights import folder_state, weights_fingerprint
+
+logger = init_logger(__name__)
 
 _SUPPORTED_SPECS = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec")
 _NULL_BLOCK = 0  # vLLM's block pool keeps the first block as the null block
@@ -58,16 +63,33 @@ def model_revision(vllm_config: Any, given: str) -> str:
     folder = Path(model.model)
     if folder.exists():
         return f"local:{weights_fingerprint(folder)}"
-    return f"hub:{_hub_commit(model.model, model.revision) or model.revision or 'main'}"
-
-
-def _hub_commit(repo: str, revision: str | None) -> str:
-    """The commit that the local hub cache holds for ``revision``; empty if it cannot be told."""
-    cache = Path(
-        os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface")) / "hub"
+    commit = _hub_commit(model.model, model.revision, vllm_config.load_config.download_dir)
+    if commit:
+        return f"hub:{commit}"
+    logger.warning(
+        "%s: which revision of its weights this is cannot be told, so nothing is shared with other engines;"
+        " set lmcache.mp.model_revision to a name of your own for them",
+        model.model,
     )
-    ref = cache.expanduser() / f"models--{repo.replace('/', '--')}" / "refs" / (revision or "main")
+    return f"unknown:{secrets.token_hex(16)}"
+
+
+def _hub_commit(repo: str, revision: str | None, folder: str | None = None) -> str:
+    """The commit that vLLM takes from its hub cache (or from ``folder``); empty if it cannot be told."""
+    if re.fullmatch("[0-9a-f]{40}", revision or ""):
+        return str(revision)
+    cache = Path(folder or _hub_cache()).expanduser()
+    ref = cache / f"models--{repo.replace('/', '--')}" / "refs" / (revision or "main")
     return ref.read_text().strip() if ref.is_file() else ""
+
+
+def _hub_cache() -> str:
+    try:
+        from huggingface_hub.constants import HF_HUB_CACHE  # it knows every variable that moves it
+    except ImportError:
+        home = os.environ.get("HF_HOME", "~/.cache/huggingface")
+        return os.environ.get("HF_HUB_CACHE") or str(Path(home) / "hub")
+    return str(HF_HUB_CACHE)
 
 
 _adapters: dict[tuple[int, str, str], tuple[object, str]] = {}
@@ -107,6 +129,10 @@ def _model_extra(vllm_config: Any) -> dict[str, str]:
         "vllm": str(vllm.__version__),  # pages are opaque: what is inside may change with the release
         "model_dtype": str(model.dtype),
         "quantization": str(model.quantization),
+        "max_model_len": str(model.max_model_len),  # chooses rope factors (longrope) and attention scaling
+        "mm_processor_kwargs": json.dumps(
+            getattr(model.multimodal_config, "mm_processor_kwargs", None), sort_keys=True, default=str
+        ),  # what a user's own id for an item does not tell
         "load_format": str(vllm_config.load_config.load_format),
         "hf_config": digest("hf_config", json.dumps(hf, sort_keys=True, default=str)).hex(),
         "draft": str(getattr(vllm_config.speculative_config, "method", "")),

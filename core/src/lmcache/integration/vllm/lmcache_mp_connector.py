@@ -227,6 +227,11 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):
         self._sched.finished(request.request_id)
         return False, None
 
+    def reset_cache(self) -> bool | None:
+        """Find nothing of what was stored until now; asked for when weights change in a running engine."""
+        self._sched.forget()
+        return True
+
     def shutdown(self) -> None:
         """Close this side's session."""
         if self._scheduler is not None:

@@ -7,6 +7,7 @@ all, or with the request.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -107,6 +108,8 @@ class SchedulerSide:
         self._lora_identity = lora_identity
         self._tracked: dict[str, Tracked] = {}
         self._ranks = ranks
+        self._era: dict[str, str] = {}
+        """Part of every scope: what was stored before the last :meth:`forget` is not found any more."""
         self._plan = StepPlan(step=1, clean_from=0)
         self._unconfirmed = 0
         """Last step that loads and that not all ranks have confirmed; 0: none."""
@@ -283,6 +286,14 @@ class SchedulerSide:
         if tracked is not None and tracked.session and tracked.session == self.client.session:
             self.client.post(m.EndRequest(session=tracked.session, requests=[request_id]))
 
+    def forget(self) -> None:
+        """Use nothing that was stored until now: the engine's weights may be others. Requests under way, whose
+        digests are of before, run uncached."""
+        self._era = {"lmcache.reset": secrets.token_hex(16)}
+        for tracked in self._tracked.values():
+            self._drop_hit(tracked)
+            tracked.cacheable = False
+
     # ---- helpers
 
     def _track(self, request: Any) -> Tracked | None:
@@ -297,7 +308,7 @@ class SchedulerSide:
         lora = ""
         try:
             lora = self._lora_identity(request.lora_request)
-        except OSError as exc:
+        except (OSError, LMCacheError) as exc:
             warn_once(
                 logger, f"lora:{exc}", "requests with adapter %s run uncached: %s", request.lora_request, exc
             )
@@ -305,7 +316,12 @@ class SchedulerSide:
         tracked = Tracked(
             request=request,
             chunk_size=chunk_size,
-            scope=Scope(chunk_size=chunk_size, lora=lora, salt=request.cache_salt or "", tags=_tags(params)),
+            scope=Scope(
+                chunk_size=chunk_size,
+                lora=lora,
+                salt=request.cache_salt or "",
+                tags=_tags(params) | self._era,
+            ),
             media=_media(request.mm_features),
             cacheable=cacheable,
             store_limit=_store_limit(params),

@@ -26,6 +26,18 @@ class Attachment:
         """Why there is no mapping; empty if there is one, or none was wanted."""
         self._lifeline = lifeline
 
+    @property
+    def ended(self) -> bool:
+        """Whether the server has closed the connection, which it does only when it ends."""
+        if self._lifeline is None:
+            return False
+        try:
+            return not self._lifeline.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
     def close(self) -> None:
         """Tell the server that this process writes no more. The mapping ends with its last user."""
         if self._lifeline is not None:
@@ -74,6 +86,7 @@ def _connect(where: m.Attach, session: str, want_pool: bool) -> Attachment:
         answer, fds, _, _ = socket.recv_fds(lifeline, 512, 1)
         if answer != b"+":
             raise LMCacheError(answer.decode("utf-8", "replace") or "the server closed the connection")
+        lifeline.setblocking(False)
         if not want_pool:
             return Attachment(lifeline, None, "")
         if not fds:

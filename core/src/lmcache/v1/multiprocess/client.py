@@ -61,6 +61,7 @@ class CacheClient:
         on_open: called from the heartbeat thread with each new session before it counts as open, through
         which a
             worker registers. May raise :class:`LMCacheError`; then the session is tried again later.
+        on_lost: called from the heartbeat thread once the server has ended: whoever uses its pool lets go of it.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class CacheClient:
         ranks: int = 1,
         options: ClientOptions | None = None,
         on_open: Callable[[CacheClient], None] | None = None,
+        on_lost: Callable[[], None] | None = None,
     ) -> None:
         self.options = options or ClientOptions()
         self.address = address
@@ -86,6 +88,7 @@ class CacheClient:
             ranks=ranks, client=f"{socket.gethostname()}:{os.getpid()} lmcache {lmcache.__version__}",
         )  # fmt: skip
         self._on_open = on_open
+        self._on_lost = on_lost
         self._channel = Channel(address)
         self._beat = Channel(address)
         self._lease_ids = itertools.count(secrets.randbelow(_LEASE_LIMIT))
@@ -223,6 +226,9 @@ class CacheClient:
     def _run(self) -> None:
         while not self._stop.is_set():
             try:
+                if self.attachment is not None and self.attachment.ended:
+                    self._let_go()
+                    raise Unavailable("the server has ended")
                 if self.session:
                     self._ping()
                 if not self.session:
@@ -242,6 +248,16 @@ class CacheClient:
                     self._down(reason)
             self._wake.wait(self.options.heartbeat_interval if self.up else self.options.retry_interval)
             self._wake.clear()
+
+    def _let_go(self) -> None:
+        """Drop the pool of a server that has ended: mapped, its memory would be missing for the next server."""
+        with self._guard:
+            self._up.clear()
+        if self.attachment is not None:
+            self.attachment.close()
+            self.attachment = None
+        if self._on_lost is not None:
+            self._on_lost()
 
     def _ping(self) -> None:
         ping = m.Ping(session=self.session)

@@ -155,13 +155,15 @@ class L1Cache:
         self.touch([[key for key, _ in column] for column in columns])
         items: list[Reservation] = []
         slots: list[list[tuple[int, int]]] = [[] for _ in columns]
+        too_large: int | None = None  # nothing is freed before we return: so there is no room for more of it
         for column, out in zip(columns, slots, strict=True):
             for depth, (key, size) in enumerate(column):
                 if key in self._index:
                     out.append((EXISTS, 0))
                     continue
-                offset = self._allocate(size)
+                offset = None if too_large is not None and size >= too_large else self._allocate(size)
                 if offset is None:
+                    too_large = size if too_large is None else min(size, too_large)
                     self.counters.dropped_full += 1
                     out.append((FULL, 0))
                     continue

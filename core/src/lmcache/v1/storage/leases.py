@@ -43,6 +43,8 @@ class Reservation:
     size: int
     generation: int
     depth: int
+    written: int = 0
+    """Bytes that came in frames."""
 
 
 @dataclass(slots=True)

@@ -90,7 +90,7 @@ class ShmPool:
             if self.path is None:
                 # A client that could shrink the file would make every other process die of SIGBUS.
                 fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
-            self.view = PoolView(self.fd, data_bytes)
+            self.view = _mapped(self.fd, data_bytes)
         except BaseException:
             self.close()
             raise
@@ -161,17 +161,27 @@ def sweep_stale_segments() -> list[Path]:
 
 
 def _reserve(fd: int, total: int, stop: threading.Event | None) -> None:
-    os.ftruncate(fd, total)
     for at in range(0, total, _RESERVE_STEP):  # in steps, so that a signal is heard between them
         if stop is not None and stop.is_set():
             raise StartupError("stopped by a signal while reserving L1")
         try:
+            if not at:
+                os.ftruncate(fd, total)
             os.posix_fallocate(fd, at, min(_RESERVE_STEP, total - at))
         except OSError as exc:
             raise StartupError(
                 f"L1 pool: reserving {_gib(total)} failed after {_gib(at)} ({exc.strerror});"
                 " lower --l1-size-gb or free memory"
             ) from None
+
+
+def _mapped(fd: int, data_bytes: int) -> PoolView:
+    try:
+        return PoolView(fd, data_bytes)
+    except OSError as exc:  # a limit of address space, for one
+        raise StartupError(
+            f"L1 pool: mapping {_gib(data_bytes)} failed ({exc.strerror}); lower --l1-size-gb or raise `ulimit -v`"
+        ) from None
 
 
 def _check_available(need: int, path: Path | None) -> None:
@@ -187,23 +197,38 @@ def _check_available(need: int, path: Path | None) -> None:
             )
 
 
-def available_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+def available_memory(
+    meminfo: Path = Path("/proc/meminfo"),
+    cgroup: Path = Path("/sys/fs/cgroup"),
+    membership: Path = Path("/proc/self/cgroup"),
+) -> int:
     """Bytes this process could still take: the system's MemAvailable, or less where a cgroup limits it."""
     available = _fields(meminfo).get("MemAvailable:", 0) * 1024
-    for limit, usage, prefix in (
-        ("memory.max", "memory.current", ""),  # cgroup v2
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_"),  # cgroup v1
+    for base, limit, usage, prefix in (
+        ("", "memory.max", "memory.current", ""),  # cgroup v2
+        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),  # cgroup v1
     ):
-        try:
-            most, used = ((cgroup / name).read_text().strip() for name in (limit, usage))
-            stat = _fields((cgroup / usage).with_name("memory.stat"))
-        except OSError:
-            continue  # no such cgroup version here
-        if most.isdigit():
-            # Cached file pages count as usage, but the kernel gives them up when memory is wanted.
-            cached = sum(stat.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive"))
-            available = min(available, max(0, int(most) - int(used) + cached))
+        for group in _groups_above(cgroup / base, base, membership):
+            try:
+                most, used = ((group / name).read_text().strip() for name in (limit, usage))
+                stat = _fields(group / "memory.stat")
+            except OSError:
+                continue  # no such cgroup here
+            if most.isdigit():
+                # Cached file pages count as usage, but the kernel gives them up when memory is wanted.
+                cached = sum(stat.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive"))
+                available = min(available, max(0, int(most) - int(used) + cached))
     return available
+
+
+def _groups_above(root: Path, controller: str, membership: Path) -> list[Path]:
+    """The cgroups whose limits hold for this process, from the root (a container's own) down to its own."""
+    groups = [root]
+    lines = membership.read_text().splitlines() if membership.is_file() else []
+    for _, controllers, path in (line.split(":", 2) for line in lines):
+        if controllers.split(",").count(controller):
+            groups += [root.joinpath(*path.split("/")[1 : n + 1]) for n in range(1, path.count("/") + 1)]
+    return groups
 
 
 def _fields(path: Path) -> dict[str, int]:

@@ -8,7 +8,9 @@ from pathlib import Path
 
 from lmcache.v1.keys import digest
 
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".msgpack", ".h5")
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".tensors", ".gguf", ".npz", ".msgpack", ".h5")
+_SAYS_HOW = (".json", ".py")
+"""Configuration, and the code that models bring along (trust_remote_code)."""
 _SMALL = 1 << 20
 _WINDOW = 64 << 10
 _WINDOWS = 16
@@ -17,7 +19,7 @@ _WINDOWS = 16
 def weights_fingerprint(folder: str | Path) -> str:
     """Hex fingerprint of a local model or adapter folder (or of a single weights file).
 
-    Small files (configuration) count with all their bytes; weight files with name, size, modification time and
+    Small files (configuration, code) count with all their bytes; weight files with name, size, modification time and
     bytes sampled over the whole file, since reading hundreds of gigabytes at start is not an option. A copy with
     other modification times is another revision: a miss, never a wrong hit.
 
@@ -48,7 +50,7 @@ def _files(folder: str | Path) -> Iterator[tuple[str, Path]]:
     for path in sorted(root.rglob("*")):
         name = path.relative_to(root)
         hidden = any(part.startswith(".") for part in name.parts)
-        if not hidden and path.suffix.lower() in (*_WEIGHTS, ".json") and path.is_file():
+        if not hidden and path.suffix.lower() in (*_WEIGHTS, *_SAYS_HOW) and path.is_file():
             yield str(name), path
 
 

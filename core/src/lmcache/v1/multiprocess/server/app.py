@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import resource
 import secrets
 import signal
 import socket
@@ -29,6 +30,8 @@ from lmcache.v1.protocol.messages import Attach
 from lmcache.v1.storage.shm_pool import ShmPool, sweep_stale_segments
 
 logger = init_logger(__name__)
+
+_MIN_OPEN_FILES = 64
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,15 @@ def _gauges(metrics: Metrics, service: Service, lock: threading.Lock) -> None:
     metrics.watch("sessions", "open sessions", lambda: float(len(service.sessions.by_id)))
 
 
+def _check_open_files() -> None:
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit < _MIN_OPEN_FILES:
+        raise StartupError(
+            f"limit of open files {limit}: expected at least {_MIN_OPEN_FILES}, and some ten per engine;"
+            " raise it with `ulimit -n`"
+        )
+
+
 def run_server(config: ServerConfig, announce: Callable[[Ready], None]) -> None:
     """Run ``lmcache server`` until SIGTERM or SIGINT. ``announce`` is called once it is ready.
 
@@ -108,6 +120,7 @@ def run_server(config: ServerConfig, announce: Callable[[Ready], None]) -> None:
     plugins = ServerPlugins()
     config.check(plugins.policies, refused_policies(plugins.host.records))
     policy = plugins.make_policy(config.eviction_policy)
+    _check_open_files()
     stop = threading.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, lambda *_: stop.set())

@@ -12,16 +12,20 @@ import selectors
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 from lmcache.errors import StartupError
-from lmcache.logging import init_logger
+from lmcache.logging import init_logger, warn_once
 from lmcache.v1.multiprocess.host import WANT_FD, socket_name
 
 logger = init_logger(__name__)
 
 _SESSION_ID_BYTES = 32
+_STRANGER_SECONDS = 5.0
+"""After which a connection that names no session is closed."""
+_NO_FILE_SECONDS = 0.2
 
 
 class AttachServer:
@@ -49,6 +53,8 @@ class AttachServer:
         self._on_attach = on_attach
         self._on_gone = on_gone
         self._selector = selectors.DefaultSelector()
+        self._strangers: dict[socket.socket, float] = {}
+        """Connections that have said nothing yet, and since when."""
         self._listener = self._bind()
         self._wake, self._woken = os.pipe2(os.O_CLOEXEC)[::-1]
         self._selector.register(self._listener, selectors.EVENT_READ, None)
@@ -104,7 +110,7 @@ class AttachServer:
 
     def _run(self) -> None:
         while True:
-            for key, _ in self._selector.select():
+            for key, _ in self._selector.select(1.0 if self._strangers else None):
                 if key.fileobj == self._woken:
                     return
                 try:
@@ -114,14 +120,19 @@ class AttachServer:
                         self._read(key.fileobj, key.data)
                 except Exception:  # without this thread nobody would learn of a client's death
                     logger.exception("attach")
+            limit = time.monotonic() - _STRANGER_SECONDS
+            for peer in [peer for peer, since in self._strangers.items() if since < limit]:
+                self._close(peer)
 
     def _accept(self) -> None:
         try:
             peer, _ = self._listener.accept()
         except OSError as exc:
-            logger.warning("attach: accept failed: %s", exc)
+            warn_once(logger, "accept", "attach: accept failed: %s", exc)
+            time.sleep(_NO_FILE_SECONDS)  # the connection goes on waiting: without a pause we would spin
             return
         peer.setblocking(False)
+        self._strangers[peer] = time.monotonic()
         self._selector.register(peer, selectors.EVENT_READ, [""])
 
     def _read(self, peer: socket.socket, state: list[str]) -> None:
@@ -135,10 +146,14 @@ class AttachServer:
             self._attach(peer, data, state)
             return
         # The end, or a peer that speaks out of turn.
-        self._selector.unregister(peer)
-        peer.close()
+        self._close(peer)
         if state[0]:
             self._on_gone(state[0])
+
+    def _close(self, peer: socket.socket) -> None:
+        self._strangers.pop(peer, None)
+        self._selector.unregister(peer)
+        peer.close()
 
     def _attach(self, peer: socket.socket, data: bytes, state: list[str]) -> None:
         session, want_fd = (
@@ -153,6 +168,7 @@ class AttachServer:
                 peer.shutdown(socket.SHUT_WR)
                 return
             state[0] = session
+            self._strangers.pop(peer, None)
             if want_fd:
                 socket.send_fds(peer, [b"+"], [self._fd])
             else:

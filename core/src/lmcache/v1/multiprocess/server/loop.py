@@ -20,6 +20,8 @@ logger = init_logger(__name__)
 
 _ID_BYTES = 8
 _SWEEP_SECONDS = 1.0
+_MESSAGES_QUEUED = 32
+"""Per client and direction. Each may carry a piece of payload, so this bounds the memory that a client can take."""
 _DRAIN_SECONDS = 2.0
 
 
@@ -37,6 +39,8 @@ class RequestLoop:
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.MAXMSGSIZE, m.MAX_FRAME_BYTES)
+        for queue in (zmq.SNDHWM, zmq.RCVHWM):
+            self._socket.setsockopt(queue, _MESSAGES_QUEUED)
         self._socket.setsockopt(zmq.SNDTIMEO, 0)  # a client that does not read must not stop the others
         self._socket.setsockopt(zmq.RCVTIMEO, 200)
         self._socket.setsockopt(zmq.IPV6, ":" in host)

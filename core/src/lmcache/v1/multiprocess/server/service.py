@@ -6,6 +6,7 @@ becomes that request's error reply and touches nothing else.
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import time
@@ -27,6 +28,7 @@ from lmcache.v1.storage.shm_pool import PoolView
 logger = init_logger(__name__)
 
 _MAX_OBJECT_BYTES = 1 << 34
+_MAX_KNOWN = 1024
 
 
 class Refused(LMCacheError):
@@ -69,7 +71,7 @@ class Service:
         self.l1 = L1Cache(view, watermark, config.eviction_ratio, policy)
         self._version = lmcache.__version__
         self._known: dict[bytes, Namespace] = {}
-        """Every namespace registered since the start, for Query: objects outlive their engine."""
+        """The namespaces registered last, for Query: objects outlive their engine."""
         self._handlers: dict[type, Callable[..., Any]] = {
             m.Hello: self._hello,
             m.Bye: self._bye,
@@ -181,7 +183,12 @@ class Service:
                 " model or layout; give each engine an engine_id of its own",
             )
         engine.namespaces[session.rank] = namespaces
-        self._known.update(engine.namespaces[session.rank])
+        session.registered = True
+        for ns_digest, ns in namespaces:
+            self._known.pop(ns_digest, None)  # the one registered last is at the end
+            self._known[ns_digest] = ns
+        for ns_digest in list(self._known)[:-_MAX_KNOWN]:
+            del self._known[ns_digest]
         fields = {"ranks": engine.ranks, "model": msg.namespaces[0].model, "groups": len(msg.namespaces)}
         self._emit(
             "engine_registered",
@@ -311,12 +318,19 @@ class Service:
             )
         start = item.offset + msg.offset
         self._view.data[start : start + len(data)] = data
+        item.written += len(data)
         self.metrics.written_bytes.inc(len(data))
         return m.Ok()
 
     def _commit(self, msg: m.Commit, _: object) -> m.Reply:
         session = self._session(msg.session)
-        self._owned(session, msg.lease)
+        items = self._owned(session, msg.lease)
+        if not session.mapped:  # then every byte has come through here, or is somebody else's of before
+            short = [i for i in set(msg.indexes) if 0 <= i < len(items) and items[i].written < items[i].size]
+            if short:
+                raise Refused(
+                    "bad_request", f"commit of {len(short)} reservations that were not written in full"
+                )
         try:
             count = self.l1.commit(session.id, msg.lease, msg.indexes)
         except IndexError as exc:
@@ -403,9 +417,10 @@ class Service:
         if session.role == "worker":
             self.l1.drop_rank(session.engine, session.rank)
         self._emit("session_closed", _public(session))
-        logger.info(
-            "session of engine %s %s rank %d closed", session.engine or "-", session.role, session.rank
-        )
+        logger.log(
+            logging.INFO if session.registered else logging.DEBUG,  # one that is refused tries again for ever
+            "session of engine %s %s rank %d closed", session.engine or "-", session.role, session.rank,
+        )  # fmt: skip
 
     def _session(self, ident: str) -> Session:
         session = self.sessions.by_id.get(ident)

@@ -23,6 +23,8 @@ class Session:
     seen: float
     mapped: bool = False
     """A connection through which it received the pool's descriptor is open (see ``attach.py``)."""
+    registered: bool = False
+    """A worker that has named its layouts."""
     hashes: dict[str, list[bytes]] = field(default_factory=dict)
     """Per request, the chunk digests received so far; later lookups send only what follows."""
 

@@ -101,7 +101,9 @@ class EngineDrivenTransferContext:
         self._bound = Binding("", "", list(groups), None)
         self.counters = TransferCounters()
         self._stores = stores
-        self.client = CacheClient(address, "worker", engine, rank, ranks, options, on_open=self._register)
+        self.client = CacheClient(
+            address, "worker", engine, rank, ranks, options, on_open=self._register, on_lost=self._let_go
+        )
 
     def start(self, wait: float = 0.0) -> bool:
         """Open the session in the background; wait at most ``wait`` seconds for it."""
@@ -278,6 +280,10 @@ class EngineDrivenTransferContext:
         namespaces = [group.namespace for group in groups]
         client.register(m.Register(session=client.session, namespaces=namespaces, mapped=pool is not None))
         self._bound = Binding(client.session, welcome.epoch, groups, pool)
+
+    def _let_go(self) -> None:
+        """The server has ended. A copy under way has the pool for itself until it is done."""
+        self._bound = self._bound._replace(pool=None)
 
 
 class LMCacheDrivenTransferContext:
