@@ -65,10 +65,13 @@ class Peer:
         self.ask(m.Reserve(session=self.session, lease=lease, hashes=list(columns or [JOINED])))
         return lease
 
+    def fill(self, lease: int, *indexes: int, data: bytes = b"x" * SIZE) -> None:
+        for index in indexes:
+            self.ask(m.Write(session=self.session, lease=lease, index=index), data)
+
     def store(self, data: bytes = b"x" * SIZE) -> None:
         lease = self.reserve()
-        for index in range(len(HASHES)):
-            self.ask(m.Write(session=self.session, lease=lease, index=index), data)
+        self.fill(lease, *range(len(HASHES)), data=data)
         self.ask(m.Commit(session=self.session, lease=lease, indexes=list(range(len(HASHES)))))
 
     def lookup(self, request: str = "r", **fields: Any) -> tuple[int, m.Found]:
@@ -231,6 +234,7 @@ def test_nobody_writes_publishes_or_frees_what_another_reserved(server: LocalSer
     other.refused("lease_gone", m.Commit(session=other.session, lease=lease, indexes=[0]))
     other.ask(m.Abort(session=other.session, leases=[lease]))
     assert server.usage["write_leases"] == 1
+    mine.fill(lease, 0)
     mine.ask(m.Commit(session=mine.session, lease=lease, indexes=[0]))
     mine.refused("lease_gone", m.Commit(session=mine.session, lease=lease, indexes=[1]))
     mine.refused("lease_gone", m.Write(session=mine.session, lease=lease, index=0), b"x")
@@ -242,6 +246,7 @@ def test_a_commit_of_what_was_not_reserved_changes_nothing(server: LocalServer) 
     lease = peer.reserve()
     peer.refused("bad_request", m.Commit(session=peer.session, lease=lease, indexes=[0, 5]))
     assert (server.usage["objects"], server.usage["write_leases"]) == (0, 1)
+    peer.fill(lease, 0, 4)
     assert peer.ask(m.Commit(session=peer.session, lease=lease, indexes=[4, 0, 0])).count == 2
 
 

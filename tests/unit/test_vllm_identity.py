@@ -110,17 +110,6 @@ def test_a_local_model_s_revision_is_its_content(model: Path) -> None:
     assert model_revision(config(str(model)), "") != before
 
 
-def test_a_hub_model_s_revision_is_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    assert model_revision(config("org/name"), "") == "hub:main"
-    assert model_revision(config("org/name", "v2"), "") == "hub:v2"
-    refs = tmp_path / "models--org--name" / "refs"
-    refs.mkdir(parents=True)
-    (refs / "main").write_text("0123abcd\n")
-    assert model_revision(config("org/name"), "") == "hub:0123abcd"
-    assert model_revision(config("org/name", "v2"), "") == "hub:v2"
-
-
 def test_what_the_user_says_of_the_revision_counts(model: Path) -> None:
     assert model_revision(config(str(model)), "mine") == "given:mine"
 

@@ -110,7 +110,7 @@ class PluginHost:
         if is_blocked(point, blocked):
             record.settle("blocked")  # as asked: nothing to report
         elif point.fault:
-            self._fail(record, "invalid", point.fault)
+            self._fail(record, "invalid", point.fault, point.error)
         elif mismatch := range_mismatch(point.requires, point.distribution, core_version()):
             self._fail(record, "incompatible", mismatch[0], command=mismatch[1])
         elif earlier := self._earlier(record):

@@ -93,8 +93,7 @@ def _of(dist: Any, group: str, text: str) -> Iterator[EntryPoint]:
     try:
         points = [(str(p.name), str(p.value)) for p in dist.entry_points if p.group == group]
     except Exception as exc:
-        fault = f"its {_POINTS} cannot be read: {type(exc).__name__}: {exc}"
-        yield EntryPoint(name or "?", "", name, version, requires, fault, exc)
+        yield EntryPoint(name or "?", "", name, version, requires, f"its {_POINTS} cannot be read", exc)
         return
     for point, value in points:
         yield EntryPoint(point, value, name, version, requires)
