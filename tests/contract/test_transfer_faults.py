@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import secrets
@@ -149,12 +150,12 @@ def test_a_load_ends_right_or_reported_whenever_the_server_dies(shm: str, how: s
         server.process.send_signal(how)
         if how == signal.SIGKILL:
             server.process.wait(10)
-        results = [(engine.go_on(), B)]
+        (delivered,) = engine.go_on()
+        assert delivered == engine.call("holds", prompt(), B)
+        assert delivered or shm == "off", "a copy under way has the pool for itself"
         server.process.wait(20)
-        results.append((engine.call("load", "before it", C), C))
-        for (delivered,), blocks in results:
-            assert delivered == engine.call("holds", prompt(), blocks)
-            assert delivered or shm == "off", "mapped bytes outlive their server"
+        (delivered,) = engine.call("load", "before it", C)
+        assert delivered == engine.call("holds", prompt(), C)
         assert engine.process.poll() is None, "no signal from memory that is gone"
         assert engine.call("store", prompt(160, 1000), A) == 0
 
@@ -206,6 +207,7 @@ def test_a_dead_server_s_pool_is_let_go_so_that_its_memory_is_there_for_the_next
     def pools_mapped() -> int:
         return Path("/proc/self/maps").read_text().count("memfd:lmcache-l1")
 
+    gc.collect()  # whatever earlier tests left
     before = pools_mapped()
     with a_server() as server, a_rig(server) as engine:
         engine.store(prompt(), A)
@@ -215,6 +217,11 @@ def test_a_dead_server_s_pool_is_let_go_so_that_its_memory_is_there_for_the_next
         wait_for(lambda: pools_mapped() == before, 5, "no engine keeps the dead server's memory")
         assert engine.load("r", B) == [False]
         assert engine.store(prompt(), A) == 0
+    with a_server() as server:
+        engine = a_rig(server)
+        assert pools_mapped() == before + 1
+        engine.close()
+        assert pools_mapped() == before, "nor does one that was closed"
 
 
 # -------------------------------------------------------------------------------------------- stopped servers

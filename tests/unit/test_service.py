@@ -85,6 +85,25 @@ class Peer:
         return m.Read(session=self.session, lease=lease, index=index, offset=offset, length=length)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"engine": "two\nlines"},
+        {"client": "\x1b[2J"},
+        {"engine": "x" * 300},
+        {"ranks": 1 << 62},
+        {"rank": -1},
+    ],
+)
+def test_names_that_a_terminal_would_obey_and_absurd_ranks_are_refused(
+    server: LocalServer, fields: dict[str, Any]
+) -> None:
+    hello = m.Hello(protocol_min=1, protocol_max=1, role="worker", **({"engine": "e"} | fields))
+    reply, _ = server.ask(hello)
+    assert isinstance(reply, m.Error)
+    assert reply.code == "bad_request"
+
+
 # --------------------------------------------------------------------------------------------------- sessions
 
 
@@ -248,6 +267,17 @@ def test_a_commit_of_what_was_not_reserved_changes_nothing(server: LocalServer) 
     assert (server.usage["objects"], server.usage["write_leases"]) == (0, 1)
     peer.fill(lease, 0, 4)
     assert peer.ask(m.Commit(session=peer.session, lease=lease, indexes=[4, 0, 0])).count == 2
+
+
+def test_what_did_not_arrive_whole_in_frames_is_not_published(server: LocalServer) -> None:
+    peer = Peer(server).register()
+    lease = peer.reserve()
+    peer.fill(lease, 0, data=b"x" * (SIZE - 1))
+    commit = m.Commit(session=peer.session, lease=lease, indexes=[0])
+    assert "not written in full" in peer.refused("bad_request", commit)
+    peer.ask(m.Write(session=peer.session, lease=lease, index=0, offset=SIZE - 1), b"x")
+    peer.ask(commit)
+    assert server.usage["objects"] == 1
 
 
 def test_a_lease_id_in_use_is_not_granted_twice(server: LocalServer) -> None:

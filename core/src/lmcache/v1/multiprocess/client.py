@@ -131,6 +131,7 @@ class CacheClient:
         self._beat.close()
         if self.attachment is not None:
             self.attachment.close()
+            self.attachment = None
 
     def new_lease(self) -> int:
         """A lease id that no other client's is likely to be."""

@@ -62,6 +62,8 @@ class L1Cache:
         self._gone = Tombstones()
         self._watermark = watermark
         self._evict_ratio = evict_ratio
+        self._pinned = 0
+        """Objects with a pin, counted as they come and go: status and metrics ask often."""
         self.counters = L1Counters()
 
     # ---- reading
@@ -114,6 +116,7 @@ class L1Cache:
         shares = {rank: [entry for column in mine for entry in column] for rank, mine in held.items()}
         for entry in chain.from_iterable(shares.values()):
             entry.pins += 1
+            self._pinned += entry.pins == 1
         self.touch([column for mine in columns.values() for column in mine])
         self._reads[owner, lease] = ReadLease(session, request, shares)
         return held
@@ -133,6 +136,7 @@ class L1Cache:
         for r in list(found.shares) if rank is None else [rank]:
             for entry in found.shares.pop(r, ()):
                 entry.pins -= 1
+                self._pinned -= entry.pins == 0
         if not found.shares:
             del self._reads[owner, lease]
             self._gone.add(owner, lease)
@@ -261,7 +265,7 @@ class L1Cache:
             "capacity_bytes": self._allocator.capacity,
             "used_bytes": self._allocator.used,
             "objects": len(self._index),
-            "pinned_objects": sum(1 for entry in self._index.values() if entry.pins),
+            "pinned_objects": self._pinned,
             "read_leases": len(self._reads),
             "write_leases": len(self._writes),
             "reserved_bytes": sum(

@@ -103,6 +103,7 @@ class RequestLoop:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
             self._malformed("message", peer)
             if any(head[0]):
+                self._metrics.errors.labels("malformed").inc()
                 self._reply(
                     peer, head[0], m.Error(code="malformed", message=f"message cannot be read: {exc}"), ()
                 )

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 ERROR_CODES = (
-    "bad_request", "chunk_size", "internal", "lease_gone", "not_attached", "protocol",
+    "bad_request", "chunk_size", "internal", "lease_gone", "malformed", "not_attached", "protocol",
     "stopping", "unknown_request", "unknown_session", "unregistered",
 )  # fmt: skip
 FRAME_FAULTS = ("frames", "message")

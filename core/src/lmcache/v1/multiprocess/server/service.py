@@ -27,6 +27,8 @@ from lmcache.v1.storage.shm_pool import PoolView
 
 logger = init_logger(__name__)
 
+_MAX_NAME = 256
+_MAX_RANKS = 1 << 16
 _MAX_OBJECT_BYTES = 1 << 34
 _MAX_KNOWN = 1024
 
@@ -117,8 +119,15 @@ class Service:
                 f" this server (lmcache {self._version}) {m.PROTOCOL_MIN}..{m.PROTOCOL};"
                 " install matching versions on both sides",
             )
-        if msg.ranks < 1 or not 0 <= msg.rank < msg.ranks:
-            raise Refused("bad_request", f"rank {msg.rank} of {msg.ranks}: expected 0 <= rank < ranks")
+        if not 0 <= msg.rank < msg.ranks <= _MAX_RANKS:
+            raise Refused(
+                "bad_request", f"rank {msg.rank} of {msg.ranks}: expected 0 <= rank < ranks <= {_MAX_RANKS}"
+            )
+        for what, text in (("engine", msg.engine), ("client", msg.client)):
+            if len(text) > _MAX_NAME or not text.isprintable():  # both reach the log and people's terminals
+                raise Refused(
+                    "bad_request", f"{what} {text[:40]!r}: expected up to {_MAX_NAME} printable characters"
+                )
         engine = self.sessions.engines.get(msg.engine)
         if engine is not None and engine.ranks != msg.ranks:
             raise Refused(

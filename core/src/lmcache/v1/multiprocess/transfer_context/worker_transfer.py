@@ -110,8 +110,9 @@ class EngineDrivenTransferContext:
         return self.client.start(wait)
 
     def close(self) -> None:
-        """Close the session. The engine's tensors may go away afterwards."""
+        """Close the session and let go of the pool. The engine's tensors may go away afterwards."""
         self.client.close()
+        self._let_go()
 
     @property
     def groups(self) -> list[KVGroupPages]:
@@ -282,7 +283,7 @@ class EngineDrivenTransferContext:
         self._bound = Binding(client.session, welcome.epoch, groups, pool)
 
     def _let_go(self) -> None:
-        """The server has ended. A copy under way has the pool for itself until it is done."""
+        """The server has ended, or we have. A copy under way has the pool for itself until it is done."""
         self._bound = self._bound._replace(pool=None)
 
 
