@@ -118,8 +118,10 @@ class Rig:
         return [client.reason for client in self.clients]
 
     def close(self) -> None:
-        for client in self.clients:
-            client.close()
+        for worker in self.workers.values():
+            worker.close()
+        if self.scheduler is not None:
+            self.scheduler.close()
 
     # ---- store
 

@@ -23,6 +23,8 @@ _SWEEP_SECONDS = 1.0
 _MESSAGES_QUEUED = 32
 """Per client and direction. Each may carry a piece of payload, so this bounds the memory that a client can take."""
 _DRAIN_SECONDS = 2.0
+_QUIET_MS = 300
+"""Silence after which nothing more is thought to be on its way; on a busy host delivery takes its time."""
 
 
 class RequestLoop:
@@ -68,7 +70,7 @@ class RequestLoop:
                 next_sweep = time.monotonic() + _SWEEP_SECONDS
         with lock:
             service.stopping = True  # nothing new is granted from here on
-        self._socket.setsockopt(zmq.RCVTIMEO, 20)
+        self._socket.setsockopt(zmq.RCVTIMEO, _QUIET_MS)
         drain_until = time.monotonic() + _DRAIN_SECONDS
         while time.monotonic() < drain_until and (self._serve_one(service, lock) or service.l1.has_leases):
             continue
