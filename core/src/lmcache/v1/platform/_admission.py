@@ -134,7 +134,7 @@ def _check_identity(spec: DeviceSpec, record: PluginRecord) -> None:
     }
     for name in ("device_type", "backend_name"):
         value = names[name]
-        if not (isinstance(value, str) and value and value == value.lower().strip()):
+        if not (isinstance(value, str) and value.isprintable() and value and value == value.lower().strip()):
             raise Refused("name", f"{name} = {value!r}: expected a non-empty lowercase string")
     module = names["torch_module_name"]
     if not (isinstance(module, str) and module):
