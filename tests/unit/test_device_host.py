@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import site
 import sys
 import textwrap
 import threading
@@ -27,6 +28,7 @@ from lmcache.v1.platform._known import hardware_hint, known_wheels
 from lmcache.v1.platform._metadata import GROUP, entry_point_records
 from lmcache.v1.platform._records import ENTRY_POINT, REASONS, PluginRecord, State
 from lmcache.v1.platform.cpu.stub_cpu_device import StubCPUDevice
+from lmcache.v1.platform.diagnosis import survey
 
 Install = Callable[..., None]
 
@@ -301,6 +303,23 @@ def test_names_that_a_terminal_would_obey_are_refused_and_shown_harmless(
     assert (found.state, found.code) == (State.INVALID, "name")
     assert found.name == r"foo\x1b[31m"
     assert all(text.isprintable() for text in (found.verdict(), found.source, found.name))
+
+
+def test_a_plugin_that_the_users_site_folder_makes_importable_is_diagnosed_as_it_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = tmp_path / "flat-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Name: flat\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(f"[{GROUP}]\nflat = flat_package:nothing\n")
+    (tmp_path / "flat.pth").write_text(
+        "import sys; sys.modules['flat_package'] = type(sys)('flat_package')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(site, "ENABLE_USER_SITE", True)
+    monkeypatch.setattr(site, "getusersitepackages", lambda: str(tmp_path))
+    (found,) = (r for r in survey().records if r["name"] == "flat")
+    assert found["note"] == "module 'flat_package' has no 'nothing'"
 
 
 def test_what_a_plugin_raises_may_raise_again_when_it_is_shown(install: Install) -> None:

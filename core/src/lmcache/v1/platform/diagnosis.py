@@ -11,6 +11,7 @@ import json
 import os
 import select
 import signal
+import site
 import subprocess
 import sys
 import tempfile
@@ -32,10 +33,15 @@ _TORCH_SECONDS = 120.0
 _EXIT_SECONDS = 10.0
 _GLANCE_SECONDS = 0.1
 _TAIL = 300
-_CODE = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from lmcache.v1.platform._inspect import main; "
-)
-_CODE += "main(int(sys.argv[2]), sys.argv[3])"
+# Isolated mode leaves the user's site folder out: its path is given, and its .pth files may install importers.
+_CODE = """
+import json, site, sys
+for folder in json.loads(sys.argv[4]):
+    site.addsitedir(folder)
+sys.path[:] = json.loads(sys.argv[1])
+from lmcache.v1.platform._inspect import main
+main(int(sys.argv[2]), sys.argv[3])
+"""
 
 #: What it means that a child ended, or did not, in a step: reason codes for a crash and for a time-out.
 _CODES = {"import": ("import-crashed", "import-timeout"), "probe": ("probe-crashed", "probe-timeout")}
@@ -144,7 +150,9 @@ def _run(task: Mapping[str, Any], seconds: float) -> _End:
     """Run one child to its end, or until it is silent in one step for longer than it may be."""
     readable, writable = os.pipe()
     with tempfile.TemporaryFile() as said, os.fdopen(readable, "rb", buffering=0) as pipe:
-        command = [sys.executable, "-I", "-c", _CODE, json.dumps(sys.path), str(writable), json.dumps(task)]
+        folders = [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
+        told = [json.dumps(sys.path), str(writable), json.dumps(task), json.dumps(folders)]
+        command = [sys.executable, "-I", "-c", _CODE, *told]
         try:
             child = subprocess.Popen(
                 command,
