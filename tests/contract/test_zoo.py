@@ -187,6 +187,9 @@ def test_verbs_work_whatever_the_variables_say(zoo: dict[str, Path], torch: bool
         done = cli(*argv, sites=sites, **env)
         assert done.returncode == code, done
         assert "Traceback" not in done.stderr
+    for verb in ("list", "explain"):
+        said = cli("device", verb, sites=sites, **env).stdout
+        assert "LMCACHE_DISABLE_PLUGINS: no plugin to disable is called nobody; found: good" in said
     assert (
         "LMCACHE_DEVICE_BACKEND=goood: no such backend (did you mean good?)"
         in cli("device", "list", sites=sites, **env).stdout

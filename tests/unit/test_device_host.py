@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
+import site
 import sys
 import textwrap
 import threading
@@ -19,12 +22,13 @@ import lmcache
 from helpers.devices import backend, candidate, install_candidates
 from lmcache.errors import ConfigError, DeviceError
 from lmcache.v1 import platform
-from lmcache.v1.platform import _device_detect
+from lmcache.v1.platform import _device_detect, _registry
 from lmcache.v1.platform._compat import _plainly_allows, api_mismatch, range_mismatch
 from lmcache.v1.platform._known import hardware_hint, known_wheels
 from lmcache.v1.platform._metadata import GROUP, entry_point_records
 from lmcache.v1.platform._records import ENTRY_POINT, REASONS, PluginRecord, State
 from lmcache.v1.platform.cpu.stub_cpu_device import StubCPUDevice
+from lmcache.v1.platform.diagnosis import survey
 
 Install = Callable[..., None]
 
@@ -204,6 +208,128 @@ def test_racing_threads_get_one_answer_to_every_question(install: Install) -> No
     for thread in threads:
         thread.join(30)
     assert (len(made), len(answers), len(set(map(id, answers)))) == (1, 8, 1)
+
+
+def forked(ask: Callable[[], Any]) -> int:
+    """Exit status of a forked process: 0 if ``ask`` answers there, within ten seconds."""
+    child = os.fork()
+    if child == 0:
+        signal.alarm(10)
+        try:
+            ask()
+            os._exit(0)
+        except BaseException:
+            os._exit(1)
+    return os.waitpid(child, 0)[1]
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_a_fork_while_another_thread_chooses_can_choose_for_itself(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, may_end = threading.Event(), threading.Event()
+
+    def probe(self: Any) -> bool:
+        began.set()
+        return may_end.wait(20)
+
+    install()
+    anew = (_registry.builtin_candidates, lambda: [candidate(backend("foo", is_available=probe))])
+    monkeypatch.setattr(_registry, "SOURCES", anew)
+    chooser = threading.Thread(target=lambda: lmcache.torch_device_type)
+    chooser.start()
+    assert began.wait(10)
+    status = forked(lambda: (may_end.set(), lmcache.torch_device_type))
+    may_end.set()
+    chooser.join(10)
+    assert status == 0
+    assert lmcache.torch_device_type == "foo"
+    assert forked(lambda: lmcache.torch_device_type) == 0
+
+
+def test_a_plugin_that_waits_for_a_thread_that_asks_for_the_device_ends(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_device_detect, "_PATIENCE_SECONDS", 0.1)
+    said: list[str] = []
+
+    def ask() -> None:
+        try:
+            _ = lmcache.torch_device_type
+        except DeviceError as exc:
+            said.append(str(exc))
+
+    def probe(self: Any) -> bool:
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join(10)
+        return True
+
+    install(candidate(backend("foo", is_available=probe)))
+    assert lmcache.torch_device_type == "foo"
+    assert len(said) == 1
+    assert "lmcache device doctor says which plugin hangs" in said[0]
+
+
+def test_a_wheel_of_type_cpu_does_not_take_the_type_from_the_built_in_backend(install: Install) -> None:
+    install(candidate(backend("foo")), candidate(backend("another", device_type="cpu")))
+    assert lmcache.torch_device_type == "foo"
+    spec = platform.get_device_spec("cpu")
+    assert spec is not None
+    assert spec.backend_name == "cpu"
+
+
+def test_a_name_that_changes_after_it_was_checked_changes_nothing(install: Install) -> None:
+    names = iter(["foo", "foo"])
+
+    class Fickle(backend("foo")):  # type: ignore[misc]
+        @property
+        def device_type(self) -> str:
+            return next(names, "bar")
+
+    install(candidate(Fickle, "foo"))
+    assert lmcache.torch_device_type == "foo"
+
+
+def test_names_that_a_terminal_would_obey_are_refused_and_shown_harmless(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    info = tmp_path / "evil-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Name: evil\x1b[31m\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(f"[{GROUP}]\nfoo\x1b[31m = evil:Spec\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    (found,) = (r for r in entry_point_records() if r.value == "evil:Spec")
+    assert (found.state, found.code) == (State.INVALID, "name")
+    assert found.name == r"foo\x1b[31m"
+    assert all(text.isprintable() for text in (found.verdict(), found.source, found.name))
+
+
+def test_a_plugin_that_the_users_site_folder_makes_importable_is_diagnosed_as_it_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = tmp_path / "flat-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Name: flat\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(f"[{GROUP}]\nflat = flat_package:nothing\n")
+    (tmp_path / "flat.pth").write_text(
+        "import sys; sys.modules['flat_package'] = type(sys)('flat_package')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(site, "ENABLE_USER_SITE", True)
+    monkeypatch.setattr(site, "getusersitepackages", lambda: str(tmp_path))
+    (found,) = (r for r in survey().records if r["name"] == "flat")
+    assert found["note"] == "module 'flat_package' has no 'nothing'"
+
+
+def test_what_a_plugin_raises_may_raise_again_when_it_is_shown(install: Install) -> None:
+    class Odd(Exception):
+        def __str__(self) -> str:
+            raise SystemExit(7)
+
+    install(candidate(backend("foo", available=Odd())), candidate(backend("bar", "bar")))
+    assert lmcache.torch_device_type == "bar"
+    assert record("foo").note == "Odd: (its message raises SystemExit)"
 
 
 # --- compatibility ------------------------------------------------------------------------------------------

@@ -121,6 +121,20 @@ def test_a_faulty_plugin_costs_itself_only_and_its_record_says_why(
     assert sys.modules["good_one"].seen == [("e", {"n": 1})]
 
 
+def test_extras_of_an_entry_point_are_no_part_of_what_it_names(install: Install) -> None:
+    install("with-extras", {"extras": "extras_module:sys.modules [a,b]"}, "import sys\n")
+    (found,) = PluginHost().records
+    assert "implements no hook" in found.note  # it was found, and is a dictionary
+
+
+def test_a_name_that_a_terminal_would_obey_is_logged_harmless(
+    install: Install, caplog: pytest.LogCaptureFixture
+) -> None:
+    install("evil", {"e\x1b[31m": "evil_module"}, "1 / 0")
+    PluginHost()
+    assert [r.message.isprintable() for r in caplog.records] == [True]
+
+
 def test_an_entry_point_may_name_an_object_but_no_class(install: Install) -> None:
     text = HEAD + (
         "seen = []\n"

@@ -230,6 +230,22 @@ ANIMALS = (
         {"crash.c": _CRASH_C}, dangerous=True,
     ),
     Animal(
+        "forks-and-crashes", "import-crashed",
+        "import os, time\nif os.fork():\n    os.abort()\ntime.sleep(30)\nos._exit(0)\n", dangerous=True,
+    ),
+    Animal(
+        "writes-everywhere", "usable",
+        "import os, stat\nfor fd in range(3, 64):\n    try:\n"
+        "        if stat.S_ISFIFO(os.fstat(fd).st_mode): os.write(fd, b'5\\n{}\\n\\xff')\n"
+        "    except OSError: pass\n" + spec("writes-everywhere"),
+    ),
+    Animal("shuts-stderr", "usable", "import sys\nsys.stderr.close()\n" + spec("shuts-stderr")),
+    Animal(
+        "sets-variables", "usable",
+        "import os\nos.environ['LMCACHE_DEVICE_BACKEND'] = 'nonsense'\n" + spec("sets-variables"),
+        dangerous=True,
+    ),
+    Animal(
         "imports-lmcache", "usable",
         "import lmcache\nimport lmcache.v1.platform\n"
         "from lmcache.v1.platform.base.cache_context import BaseCacheContext\n"

@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 import threading
+from contextlib import suppress
 
 __all__ = ["info_once", "init_logger", "warn_once"]
 
@@ -40,7 +41,8 @@ class _StderrHandler(logging.Handler):
             sys.stderr.write(self.format(record) + "\n")
             sys.stderr.flush()
         except Exception:
-            self.handleError(record)
+            with suppress(ValueError):  # it reports to sys.stderr, which somebody may have closed
+                self.handleError(record)
 
 
 def init_logger(name: str) -> logging.Logger:

@@ -33,10 +33,11 @@ def run(args: argparse.Namespace) -> int:
         "why": seen.why,
         "error": seen.error,
         "settings": settings(),
+        "remark": seen.remark,
         "not_selected": [{"name": name, "why": why} for name, why in others],
         "devices": seen.records,
     }
-    told = [_answer(seen), f"settings: {settings_text()}"]
+    told = [_answer(seen), f"settings: {settings_text()}", *filter(None, [seen.remark])]
     emit(args.format, data, paragraphs("\n".join(told), "not selected:\n" + pairs(others) if others else ""))
     return 1 if seen.error else 0
 

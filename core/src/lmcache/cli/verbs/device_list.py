@@ -22,7 +22,14 @@ def run(args: argparse.Namespace) -> int:
     from lmcache.v1.platform.diagnosis import survey
 
     seen = survey(args.timeout)
-    data = {"devices": seen.records, "selected": seen.selected, "why": seen.why, "error": seen.error}
+    data = {
+        "devices": seen.records,
+        "selected": seen.selected,
+        "why": seen.why,
+        "error": seen.error,
+        "remark": seen.remark,
+    }
     problem = clean(f"no backend can be selected: {seen.error}") if seen.error else ""
-    emit(args.format, data, paragraphs(overview(seen.records), remedies(seen.records), problem))
+    parts = (overview(seen.records), remedies(seen.records), problem, seen.remark)
+    emit(args.format, data, paragraphs(*parts))
     return 0

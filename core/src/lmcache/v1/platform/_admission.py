@@ -17,6 +17,7 @@ from lmcache.errors import DeviceError
 from lmcache.v1.platform._compat import api_mismatch, is_api_pin, range_mismatch
 from lmcache.v1.platform._records import BUILT_IN, PluginRecord, describe
 from lmcache.v1.platform.base.device_spec import DeviceSpec
+from lmcache.v1.utils.entry_points import target
 
 __all__ = ["Candidate", "DiscoveryRunning", "Refused", "admit", "check_range", "guarded", "load_entry_point"]
 
@@ -55,16 +56,17 @@ def guarded(code: str, call: Callable[[], T], prefix: str = "") -> T:
 
 def load_entry_point(value: str) -> object:
     """Import the module that ``value`` (``module:attribute``) names, and get the attribute."""
-    module_name, colon, attributes = value.partition("[")[0].strip().partition(":")
-    module_name, attributes = module_name.strip(), attributes.strip()
-    if not module_name or (colon and not attributes):
+    module_name, attributes = target(value)
+    if not module_name or (":" in value and not attributes):
         raise Refused("entry-point", f"its entry point is {value!r}: expected module:Class")
     found: object = _import(module_name)
-    for attribute in filter(None, attributes.split(".")):
+    for attribute in attributes:
         try:
             found = getattr(found, attribute)
         except AttributeError as exc:
-            raise Refused("entry-point", f"module {module_name!r} has no {attributes!r}", exc) from exc
+            raise Refused(
+                "entry-point", f"module {module_name!r} has no {'.'.join(attributes)!r}", exc
+            ) from exc
     return found
 
 
@@ -134,7 +136,7 @@ def _check_identity(spec: DeviceSpec, record: PluginRecord) -> None:
     }
     for name in ("device_type", "backend_name"):
         value = names[name]
-        if not (isinstance(value, str) and value and value == value.lower().strip()):
+        if not (isinstance(value, str) and value.isprintable() and value and value == value.lower().strip()):
             raise Refused("name", f"{name} = {value!r}: expected a non-empty lowercase string")
     module = names["torch_module_name"]
     if not (isinstance(module, str) and module):

@@ -5,6 +5,7 @@ Importing this module looks at nothing. Discovery and choice run on first use, o
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,6 +32,9 @@ __all__ = [
     "synchronize_device",
 ]
 
+#: For how long a thread waits for another that looks for devices, which may import torch and every plugin.
+_PATIENCE_SECONDS = 300.0
+
 
 class _Host:
     """Registry and choice of one process. The lock makes racing threads agree on both."""
@@ -41,13 +45,27 @@ class _Host:
         self._registry: Registry | None = None
         self._selection: Selection | None = None
 
+    def after_fork(self) -> None:
+        """Begin anew in a forked process if the thread that was at it is not there to end it."""
+        if self._lock.acquire(blocking=False):
+            self._lock.release()
+        else:
+            self._lock, self._busy = threading.RLock(), False
+            self._registry = self._selection = None
+
     @contextmanager
     def registry(self) -> Iterator[Registry]:
         """The registry, for the time in which code of plugins may run for it.
 
         A plugin that asks about devices meanwhile would have to be answered by what it is delaying.
         """
-        with self._lock:
+        if not self._lock.acquire(timeout=_PATIENCE_SECONDS):
+            # Most likely a plugin waits for this thread while it is imported or probed.
+            raise DiscoveryRunning(
+                f"another thread has looked for devices for {_PATIENCE_SECONDS:g} s and is not done; "
+                "lmcache device doctor says which plugin hangs"
+            )
+        try:
             if self._busy:
                 raise DiscoveryRunning(
                     "a plugin asked lmcache which device is used while that is being decided"
@@ -59,6 +77,8 @@ class _Host:
                 yield self._registry
             finally:
                 self._busy = False
+        finally:
+            self._lock.release()
 
     def selection(self) -> Selection:
         # A failed choice is not kept: the next access says the same again, or finds the fault mended.
@@ -75,6 +95,7 @@ class _Host:
 
 
 _HOST = _Host()
+os.register_at_fork(after_in_child=_HOST.after_fork)
 
 
 def registry() -> Registry:

@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from lmcache.errors import DeviceError
@@ -71,18 +72,21 @@ class _Child:
                 record.settle(verdict[0], verdict[1])
 
     def _all(self, found: Registry, torch: Any) -> None:
-        found.load()
-        for record in found.records:
-            if record.spec is not None:
-                found.probe(record, torch)
+        # The choice comes first, as in any process: a plugin that it does not import must not sway it.
         self._send(step="choose", key="")
         choice: dict[str, Any] = {"selected": None, "why": "", "error": ""}
         try:
             chosen = _selection.select(found)
-            choice.update(selected=chosen.spec.backend_name, why=chosen.why)
+            choice.update(selected=chosen.record.name, why=chosen.why)
         except DeviceError as exc:
             choice["error"] = str(exc)
-        self._send(records=[self._told(record) for record in found.records], choice=choice)
+        found.load()
+        for record in found.records:
+            if record.spec is not None and record.state is State.FOUND:
+                found.probe(record, torch)
+        self._send(
+            records=[self._told(record) for record in found.records], choice=choice, remark=found.remark
+        )
 
     def _load_one(self, found: Registry, torch: Any) -> PluginRecord:
         record = next(r for r in found.records if key_of(r) == self._only)
@@ -111,7 +115,7 @@ class _Child:
         return {**record.as_dict(), "key": key_of(record)}
 
     def _send(self, **line: Any) -> None:
-        data = (json.dumps(line) + "\n").encode()
+        data = f"\n{json.dumps(line)}\n".encode()  # on a line of its own, whatever else wrote before
         while data:
             data = data[os.write(self._pipe, data) :]
 
@@ -146,7 +150,7 @@ def main(pipe: int, task: str) -> None:
     try:
         _Child(pipe, json.loads(task)).run()
     except BaseException as exc:
-        print(describe(exc), file=sys.stderr)  # noqa: T201 - the parent quotes it
-        sys.stderr.flush()
+        with suppress(Exception):  # a plugin may have closed it
+            print(describe(exc), file=sys.stderr, flush=True)  # noqa: T201 - the parent quotes it
         os._exit(1)
     os._exit(0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from lmcache.v1.platform._records import ENTRY_POINT, PluginRecord
+from lmcache.v1.platform._records import ENTRY_POINT, PluginRecord, one_line
 from lmcache.v1.utils.entry_points import EntryPoint, distribution_version, entry_points
 
 __all__ = ["GROUP", "core_version", "entry_point_records"]
@@ -24,9 +24,13 @@ def entry_point_records() -> list[PluginRecord]:
 
 
 def _record(point: EntryPoint) -> PluginRecord:
-    record = PluginRecord(
-        point.name, point.distribution, point.version, point.value, ENTRY_POINT, requires=point.requires
+    # They go into logs and errors from here on.
+    name, distribution, version, value = map(
+        one_line, (point.name, point.distribution, point.version, point.value)
     )
+    record = PluginRecord(name, distribution, version, value, ENTRY_POINT, requires=point.requires)
+    if name != point.name:
+        record.settle("name", f"its entry point is named {point.name!r}: expected a plain lowercase word")
     if point.fault:
         record.settle("metadata", point.fault, point.error)
     return record

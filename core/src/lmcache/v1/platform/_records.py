@@ -147,12 +147,14 @@ def describe(exc: BaseException) -> str:
     """``Type: message`` in one line. A message that cannot be made costs only itself."""
     try:
         text = str(exc)
-    except Exception as inner:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as inner:
         text = f"(its message raises {type(inner).__name__})"
     return one_line(f"{type(exc).__name__}: {text}" if text else type(exc).__name__)
 
 
 def one_line(text: str) -> str:
-    """``text`` without line breaks, cut where nobody would read on."""
-    flat = " ".join(text.split())
+    """``text`` as one line that moves no cursor, cut where nobody would read on."""
+    flat = "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(text.split()))
     return flat if len(flat) <= _NOTE_LENGTH else flat[: _NOTE_LENGTH - 1] + "…"

@@ -18,7 +18,7 @@ from lmcache.logging import init_logger
 from lmcache.v1.platform._admission import Candidate, Refused, admit, check_range, guarded, load_entry_point
 from lmcache.v1.platform._compat import CORE
 from lmcache.v1.platform._metadata import core_version, entry_point_records
-from lmcache.v1.platform._records import BUILT_IN, PluginRecord, State, describe
+from lmcache.v1.platform._records import BUILT_IN, PluginRecord, State, describe, one_line
 from lmcache.v1.platform.base.device_spec import DeviceSpec
 from lmcache.v1.utils.entry_points import DISABLE_VARIABLE, blocked_names, entry_points, normal_name
 from lmcache.v1.utils.subclass_discovery import discover_subclasses
@@ -51,6 +51,8 @@ class Registry:
         self.specs: dict[str, DeviceSpec] = {}
         """Loaded specs by backend name."""
         self.observer: Observer = _nobody
+        self.remark = ""
+        """What is wrong with LMCACHE_DISABLE_PLUGINS; empty if nothing is."""
 
     @property
     def records(self) -> list[PluginRecord]:
@@ -155,7 +157,9 @@ def discover() -> Registry:
     for record in registry.records:
         if record.state is not State.FOUND:
             _report(record)
-    _block(registry.records)
+    registry.remark = _block(registry.records)
+    if registry.remark:
+        logger.warning("%s", registry.remark)
     registry.load_built_in()
     return registry
 
@@ -209,8 +213,12 @@ def entry_point_candidates() -> list[Candidate]:
 SOURCES: tuple[Callable[[], list[Candidate]], ...] = (builtin_candidates, entry_point_candidates)
 
 
-def _block(records: list[PluginRecord]) -> None:
-    """Apply LMCACHE_DISABLE_PLUGINS: names of plugins or of distributions, separated by commas."""
+def _block(records: list[PluginRecord]) -> str:
+    """Apply LMCACHE_DISABLE_PLUGINS: names of plugins or of distributions, separated by commas.
+
+    Returns:
+        Which of the names nothing has, in words; empty if there is none.
+    """
     wanted = blocked_names()
     unused = set(wanted)
     for record in records:
@@ -224,10 +232,8 @@ def _block(records: list[PluginRecord]) -> None:
         unused -= {
             normal_name(name) for p in entry_points("lmcache.plugins") for name in (p.name, p.distribution)
         }
-    if unused:
-        logger.warning(
-            "%s: no plugin to disable is called %s; found: %s",
-            DISABLE_VARIABLE,
-            ", ".join(sorted(unused)),
-            ", ".join(r.name for r in records if r.origin != BUILT_IN) or "no plugins",
-        )
+    if not unused:
+        return ""
+    found = ", ".join(r.name for r in records if r.origin != BUILT_IN) or "no plugins"
+    listed = one_line(", ".join(sorted(unused)))
+    return f"{DISABLE_VARIABLE}: no plugin to disable is called {listed}; found: {found}"

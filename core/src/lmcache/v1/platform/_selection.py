@@ -16,7 +16,7 @@ from lmcache.errors import DeviceError
 from lmcache.logging import init_logger, warn_once
 from lmcache.v1.platform._admission import guarded
 from lmcache.v1.platform._known import did_you_mean, hardware_hint, install_hint, known_wheels
-from lmcache.v1.platform._records import PluginRecord, State
+from lmcache.v1.platform._records import BUILT_IN, PluginRecord, State
 from lmcache.v1.platform._registry import HOST_TYPE, Registry
 from lmcache.v1.platform.base.device_spec import DeviceSpec
 
@@ -40,7 +40,7 @@ class Selection:
 
     @property
     def device_type(self) -> str:
-        return self.spec.device_type
+        return self.record.device_type
 
 
 def select(found: Registry) -> Selection:
@@ -174,7 +174,9 @@ def spec_for_type(found: Registry, device_type: str) -> DeviceSpec:
     chosen = [r for r in usable if r.state is State.SELECTED]
     if not usable and device_type in by_name:
         return found.specs[device_type]
-    return found.specs[_only(chosen or usable or candidates, f"device type {device_type!r}").name]
+    # Nor does an external wheel take a type from a built-in backend, by making it ambiguous.
+    built_in = [r for r in usable if r.origin == BUILT_IN]
+    return found.specs[_only(chosen or built_in or usable or candidates, f"device type {device_type!r}").name]
 
 
 def _only(records: list[PluginRecord], asked: str) -> PluginRecord:

@@ -11,9 +11,11 @@ import json
 import os
 import select
 import signal
+import site
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,11 +31,17 @@ __all__ = ["Survey", "examine", "survey"]
 DEFAULT_SECONDS = 20.0
 _TORCH_SECONDS = 120.0
 _EXIT_SECONDS = 10.0
+_GLANCE_SECONDS = 0.1
 _TAIL = 300
-_CODE = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from lmcache.v1.platform._inspect import main; "
-)
-_CODE += "main(int(sys.argv[2]), sys.argv[3])"
+# Isolated mode leaves the user's site folder out: its path is given, and its .pth files may install importers.
+_CODE = """
+import json, site, sys
+for folder in json.loads(sys.argv[4]):
+    site.addsitedir(folder)
+sys.path[:] = json.loads(sys.argv[1])
+from lmcache.v1.platform._inspect import main
+main(int(sys.argv[2]), sys.argv[3])
+"""
 
 #: What it means that a child ended, or did not, in a step: reason codes for a crash and for a time-out.
 _CODES = {"import": ("import-crashed", "import-timeout"), "probe": ("probe-crashed", "probe-timeout")}
@@ -49,6 +57,8 @@ class Survey:
     why: str = ""
     error: str = ""
     """Why no choice can be made."""
+    remark: str = ""
+    """Which names in LMCACHE_DISABLE_PLUGINS nothing has."""
 
 
 @dataclass
@@ -81,6 +91,7 @@ def survey(seconds: float = DEFAULT_SECONDS) -> Survey:
                 choice["selected"],
                 choice["why"],
                 choice["error"],
+                end.result["remark"],
             )
         if not end.key or end.key in verdicts:
             raise LMCacheError(f"looking at device backends failed: {end.fault}")
@@ -139,7 +150,9 @@ def _run(task: Mapping[str, Any], seconds: float) -> _End:
     """Run one child to its end, or until it is silent in one step for longer than it may be."""
     readable, writable = os.pipe()
     with tempfile.TemporaryFile() as said, os.fdopen(readable, "rb", buffering=0) as pipe:
-        command = [sys.executable, "-I", "-c", _CODE, json.dumps(sys.path), str(writable), json.dumps(task)]
+        folders = [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
+        told = [json.dumps(sys.path), str(writable), json.dumps(task), json.dumps(folders)]
+        command = [sys.executable, "-I", "-c", _CODE, *told]
         try:
             child = subprocess.Popen(
                 command,
@@ -152,43 +165,68 @@ def _run(task: Mapping[str, Any], seconds: float) -> _End:
         finally:
             os.close(writable)
         try:
-            end = _listen(pipe, seconds)
+            end = _listen(pipe, child, seconds)
         except BaseException:
             _kill(child, 0)
             raise
         # After a crash the kernel may still be writing a core file; its exit status is worth the wait.
-        _kill(child, 0 if end.timed_out else _EXIT_SECONDS)
+        ended = _kill(child, 0 if end.timed_out else _EXIT_SECONDS)
         if end.result is None and not end.timed_out:
-            end.fault = _fault(child.returncode, said)
+            end.timed_out = not ended
+            end.fault = _fault(child.returncode, said) if ended else f"no end after {_EXIT_SECONDS:g} s"
         return end
 
 
-def _listen(pipe: Any, seconds: float) -> _End:
+def _listen(pipe: Any, child: subprocess.Popen[bytes], seconds: float) -> _End:
     end, rest = _End(), b""
-    while True:
+    while end.result is None:
         limit = _TORCH_SECONDS if end.key in ("", TORCH) else seconds
-        ready, _, _ = select.select([pipe], [], [], limit)
-        if not ready:
-            end.timed_out, end.fault = True, f"no end after {limit:g} s"
+        if not _speaks(pipe, child, limit):
+            if child.poll() is None:
+                end.timed_out, end.fault = True, f"no end after {limit:g} s"
             return end
         data = pipe.read(1 << 16)
         if not data:
             return end
         *lines, rest = (rest + data).split(b"\n")
-        for line in map(json.loads, lines):
+        for line in filter(None, map(_understood, lines)):
             if "records" in line:
                 end.result = line
             else:
                 end.key, end.step = line["key"], line["step"]
+    return end
 
 
-def _kill(child: subprocess.Popen[bytes], seconds: float) -> None:
-    """End the child, if it does not end by itself in time, and whatever it may have started."""
+def _speaks(pipe: Any, child: subprocess.Popen[bytes], limit: float) -> bool:
+    """Whether there is something to read in time, or the end of it. A child may end and leave its pipe to a fork."""
+    until = time.monotonic() + limit
+    while time.monotonic() < until:
+        ended = child.poll() is not None  # asked first: then what it wrote last is not missed
+        if select.select([pipe], [], [], 0 if ended else _GLANCE_SECONDS)[0]:
+            return True
+        if ended:
+            return False
+    return False
+
+
+def _understood(line: bytes) -> dict[str, Any] | None:
+    """A line of the child, or None: a plugin may write into any file descriptor that it finds open."""
+    try:
+        told = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return told if isinstance(told, dict) and ("records" in told or told.keys() >= {"key", "step"}) else None
+
+
+def _kill(child: subprocess.Popen[bytes], seconds: float) -> bool:
+    """End the child and whatever it may have started; whether the child ended by itself, and in time."""
     with suppress(subprocess.TimeoutExpired):
         child.wait(seconds)
+    ended = child.returncode is not None
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
+    return ended
 
 
 def _fault(code: int, said: Any) -> str:

@@ -19,7 +19,7 @@ from lmcache.v1.platform._compat import range_mismatch
 from lmcache.v1.platform._metadata import core_version
 from lmcache.v1.plugins import hookspecs
 from lmcache.v1.plugins.records import PluginRecord
-from lmcache.v1.utils.entry_points import EntryPoint, blocked_names, entry_points, is_blocked
+from lmcache.v1.utils.entry_points import EntryPoint, blocked_names, entry_points, is_blocked, target
 
 __all__ = ["GROUP", "PluginHost", "announces_verb"]
 
@@ -186,9 +186,9 @@ class PluginHost:
 
 
 def _resolve(value: str) -> Any:
-    """The object that ``module:attribute`` names. Not by the metadata library: it accepts more than that."""
-    module, _, attribute = value.partition(":")
-    return reduce(getattr, attribute.split(".") if attribute else (), importlib.import_module(module.strip()))
+    """The object that ``module:attribute`` names."""
+    module, attributes = target(value)
+    return reduce(getattr, attributes, importlib.import_module(module))
 
 
 def _checked_hooks(manager: pluggy.PluginManager, plugin: Any) -> list[str]:

@@ -48,7 +48,7 @@ class PluginRecord:
 
     def verdict(self) -> str:
         """Who, what and why in one line."""
-        parts = [f"plugin {self.point.name} of {self.point.source} is {self.state}", self.note]
+        parts = [one_line(f"plugin {self.point.name} of {self.point.source} is {self.state}"), self.note]
         line = ": ".join(part for part in parts if part)
         return f"{line}; {self.remedy}" if self.remedy else line
 

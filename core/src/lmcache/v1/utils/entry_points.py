@@ -26,6 +26,7 @@ __all__ = [
     "entry_points",
     "is_blocked",
     "normal_name",
+    "target",
 ]
 
 DISABLE_VARIABLE = "LMCACHE_DISABLE_PLUGINS"
@@ -83,6 +84,15 @@ def is_blocked(point: EntryPoint, blocked: frozenset[str]) -> bool:
 def normal_name(name: str) -> str:
     """A name as names are compared: without regard to case, and to ``-`` or ``_``."""
     return name.strip().lower().replace("_", "-")
+
+
+def target(value: str) -> tuple[str, list[str]]:
+    """The module, and the attributes in it, that the value of an entry point names; extras are left out.
+
+    Not by the metadata library: what it makes of an odd value depends on its version.
+    """
+    module, _, attributes = value.partition("[")[0].partition(":")
+    return module.strip(), [part for part in attributes.strip().split(".") if part]
 
 
 def _of(dist: Any, group: str, text: str) -> Iterator[EntryPoint]:
