@@ -180,6 +180,17 @@ def test_two_available_backends_of_a_type_need_a_decision(
     assert spec.backend_name == "foo-b"
 
 
+def test_a_variable_that_changes_after_the_choice_changes_nothing(
+    install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(backend("foo-a"))
+    assert lmcache.torch_device_type == "foo"
+    monkeypatch.setenv("LMCACHE_DEVICE_BACKEND", "nonsense")
+    spec = lmcache.v1.platform.get_device_spec("foo")
+    assert spec is not None
+    assert spec.backend_name == "foo-a"
+
+
 @pytest.mark.parametrize(
     ("env", "fault"),
     [

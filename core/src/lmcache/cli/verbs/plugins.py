@@ -16,21 +16,21 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Load every plugin of ``lmcache.plugins`` in this process, and print what came of it."""
-    from lmcache.v1.plugins import PluginHost
+    """Load every plugin of ``lmcache.plugins`` in a child process, and print what came of it."""
+    from lmcache.v1.plugins.survey import survey
 
-    records = PluginHost(report=lambda record: None).records
+    records = survey()
     rows = [
         (
-            record.point.name,
-            record.point.source,
-            record.state,
-            ", ".join(record.hooks),
-            "; ".join(part for part in (record.note, record.remedy) if part),
+            record["name"],
+            f"{record['distribution']} {record['version']}".strip(),
+            record["state"],
+            ", ".join(record["hooks"]),
+            "; ".join(part for part in (record["note"], record["remedy"]) if part),
         )
         for record in records
     ]
     text = table(("plugin", "distribution", "state", "hooks", "note"), rows)
     none = "no plugins; entry-point group lmcache.plugins. For devices: lmcache device list"
-    emit(args.format, {"plugins": [record.as_dict() for record in records]}, text if rows else none)
+    emit(args.format, {"plugins": records}, text if rows else none)
     return 0

@@ -8,6 +8,7 @@ of the candidate, is logged once, and costs only that candidate.
 from __future__ import annotations
 
 import importlib
+import os
 import pkgutil
 import time
 from collections.abc import Callable
@@ -27,12 +28,19 @@ __all__ = ["DISABLE_VARIABLE", "HOST_TYPE", "SOURCES", "Registry", "discover"]
 
 logger = init_logger(__name__)
 
+BACKEND_VARIABLE = "LMCACHE_DEVICE_BACKEND"
+TYPE_VARIABLE = "DEVICE_TYPE"
 HOST_TYPE = "cpu"
 _NOT_BACKENDS = frozenset(["base", "torch_ops"])
 _SLOW_IMPORT = 5.0
 
 #: Called before code of a plugin runs, with its record and what is about to be done.
 Observer = Callable[[PluginRecord, str], None]
+
+
+def variable(name: str) -> str:
+    """An environment variable in the form in which names are compared; unset and blank are alike."""
+    return os.environ.get(name, "").strip().lower()
 
 
 def _nobody(record: PluginRecord, step: str) -> None:
@@ -50,6 +58,8 @@ class Registry:
         self._core_version = core_version
         self.specs: dict[str, DeviceSpec] = {}
         """Loaded specs by backend name."""
+        self.chosen_as: str | None = None
+        """LMCACHE_DEVICE_BACKEND when the choice was made: a plugin that changes it later changes nothing."""
         self.observer: Observer = _nobody
         self.remark = ""
         """What is wrong with LMCACHE_DISABLE_PLUGINS; empty if nothing is."""

@@ -8,7 +8,6 @@ chosen automatically is logged in one line with what was not taken.
 from __future__ import annotations
 
 import importlib
-import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,15 +16,12 @@ from lmcache.logging import init_logger, warn_once
 from lmcache.v1.platform._admission import guarded
 from lmcache.v1.platform._known import did_you_mean, hardware_hint, install_hint, known_wheels
 from lmcache.v1.platform._records import BUILT_IN, PluginRecord, State
-from lmcache.v1.platform._registry import HOST_TYPE, Registry
+from lmcache.v1.platform._registry import BACKEND_VARIABLE, HOST_TYPE, TYPE_VARIABLE, Registry, variable
 from lmcache.v1.platform.base.device_spec import DeviceSpec
 
 __all__ = ["BACKEND_VARIABLE", "TYPE_VARIABLE", "Selection", "import_torch", "select", "spec_for_type"]
 
 logger = init_logger(__name__)
-
-BACKEND_VARIABLE = "LMCACHE_DEVICE_BACKEND"
-TYPE_VARIABLE = "DEVICE_TYPE"
 
 
 @dataclass(frozen=True)
@@ -61,6 +57,7 @@ def select(found: Registry) -> Selection:
     spec = found.specs[record.name]
     torch_dev = None if torch is None else _torch_module(spec, record)
     record.settle("chosen", why)
+    found.chosen_as = backend
     return Selection(spec, torch_dev, record, why)
 
 
@@ -153,7 +150,7 @@ def spec_for_type(found: Registry, device_type: str) -> DeviceSpec:
     Raises:
         DeviceError: None serves it, or several do and nothing decides.
     """
-    backend = variable(BACKEND_VARIABLE)
+    backend = variable(BACKEND_VARIABLE) if found.chosen_as is None else found.chosen_as
     # What is named, and what ships with the core, may already answer; then no plugin is imported for it.
     found.load(backend or None)
     if backend and backend not in found.specs and device_type != HOST_TYPE:
@@ -217,11 +214,6 @@ def _types(found: Registry) -> list[str]:
 
 def _known_types() -> list[str]:
     return [known.device_type for known in known_wheels()]
-
-
-def variable(name: str) -> str:
-    """An environment variable in the form in which names are compared; unset and blank are alike."""
-    return os.environ.get(name, "").strip().lower()
 
 
 def import_torch() -> Any:

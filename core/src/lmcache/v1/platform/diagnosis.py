@@ -26,7 +26,7 @@ from lmcache.v1.platform._inspect import TORCH, key_of
 from lmcache.v1.platform._records import PluginRecord
 from lmcache.v1.platform._registry import discover
 
-__all__ = ["Survey", "examine", "survey"]
+__all__ = ["ChildEnd", "Survey", "examine", "run_child", "survey"]
 
 DEFAULT_SECONDS = 20.0
 _TORCH_SECONDS = 120.0
@@ -39,8 +39,8 @@ import json, site, sys
 for folder in json.loads(sys.argv[4]):
     site.addsitedir(folder)
 sys.path[:] = json.loads(sys.argv[1])
-from lmcache.v1.platform._inspect import main
-main(int(sys.argv[2]), sys.argv[3])
+import importlib
+importlib.import_module(sys.argv[5]).main(int(sys.argv[2]), sys.argv[3])
 """
 
 #: What it means that a child ended, or did not, in a step: reason codes for a crash and for a time-out.
@@ -62,7 +62,7 @@ class Survey:
 
 
 @dataclass
-class _End:
+class ChildEnd:
     """How a child ended: with a result, or in a step of some record."""
 
     result: dict[str, Any] | None = None
@@ -83,7 +83,7 @@ def survey(seconds: float = DEFAULT_SECONDS) -> Survey:
     """
     verdicts: dict[str, tuple[str, str]] = {}
     while True:
-        end = _run({"verdicts": verdicts, "only": None}, seconds)
+        end = run_child({"verdicts": verdicts, "only": None}, seconds)
         if end.result is not None:
             choice = end.result["choice"]
             return Survey(
@@ -116,7 +116,7 @@ def _examined(candidate: tuple[str, PluginRecord], seconds: float) -> dict[str, 
     key, record = candidate
     verdicts: dict[str, tuple[str, str]] = {}
     while True:
-        end = _run({"verdicts": verdicts, "only": key}, seconds)
+        end = run_child({"verdicts": verdicts, "only": key}, seconds)
         if end.result is not None:
             return {**_public(end.result["records"][0]), "checks": end.result["checks"]}
         if end.key == key and end.step in _CODES:
@@ -137,7 +137,7 @@ def _public(told: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in told.items() if name != "key"}
 
 
-def _verdict(end: _End) -> tuple[str, str]:
+def _verdict(end: ChildEnd) -> tuple[str, str]:
     if end.key == TORCH:
         return "no-torch", end.fault
     return _CODES[end.step][end.timed_out], f"{end.fault} while {_DOING[end.step]}"
@@ -146,12 +146,14 @@ def _verdict(end: _End) -> tuple[str, str]:
 # --- the child process -------------------------------------------------------------------------------------
 
 
-def _run(task: Mapping[str, Any], seconds: float) -> _End:
-    """Run one child to its end, or until it is silent in one step for longer than it may be."""
+def run_child(
+    task: Mapping[str, Any], seconds: float, module: str = "lmcache.v1.platform._inspect"
+) -> ChildEnd:
+    """Run ``module.main(pipe, task)`` in a child to its end, or until it is silent in one step for too long."""
     readable, writable = os.pipe()
     with tempfile.TemporaryFile() as said, os.fdopen(readable, "rb", buffering=0) as pipe:
         folders = [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
-        told = [json.dumps(sys.path), str(writable), json.dumps(task), json.dumps(folders)]
+        told = [json.dumps(sys.path), str(writable), json.dumps(task), json.dumps(folders), module]
         command = [sys.executable, "-I", "-c", _CODE, *told]
         try:
             child = subprocess.Popen(
@@ -177,8 +179,8 @@ def _run(task: Mapping[str, Any], seconds: float) -> _End:
         return end
 
 
-def _listen(pipe: Any, child: subprocess.Popen[bytes], seconds: float) -> _End:
-    end, rest = _End(), b""
+def _listen(pipe: Any, child: subprocess.Popen[bytes], seconds: float) -> ChildEnd:
+    end, rest = ChildEnd(), b""
     while end.result is None:
         limit = _TORCH_SECONDS if end.key in ("", TORCH) else seconds
         if not _speaks(pipe, child, limit):

@@ -44,16 +44,19 @@ class PluginHost:
     Args:
         wanted: which entry points to load; the others leave no record.
         report: called with the record of every failure; logs one line unless given.
+        observe: called with each entry point before anything of it is imported.
     """
 
     def __init__(
         self,
         wanted: Callable[[EntryPoint], bool] = lambda point: True,
         report: Callable[[PluginRecord], None] | None = None,
+        observe: Callable[[EntryPoint], None] = lambda point: None,
     ) -> None:
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)
         self._manager.add_hookspecs(hookspecs)
         self._report = report or _log
+        self._observe = observe
         self._loaded: dict[int, PluginRecord] = {}
         self.calling = ""
         """The plugin whose hook runs now, for messages about one that does not return."""
@@ -125,6 +128,7 @@ class PluginHost:
         return next(same, None)
 
     def _import(self, record: PluginRecord) -> None:
+        self._observe(record.point)
         try:
             plugin = _resolve(record.point.value)
         except KeyboardInterrupt:
