@@ -39,9 +39,9 @@ def clients(address: str) -> Iterator[tuple[CacheClient, CacheClient]]:
     """An engine's worker, whose pages are tiny and travel in frames, and its scheduler."""
 
     def register(client: CacheClient) -> None:
-        client.register(m.Register(session=client.session, namespaces=[LAYOUT], mapped=False))
+        client.register(m.Register(session=client.session, namespaces=[LAYOUT], mapped=True))
 
-    worker = CacheClient(address, "worker", "bench", options=ClientOptions(shm="off"), on_open=register)
+    worker = CacheClient(address, "worker", "bench", options=ClientOptions(shm="require"), on_open=register)
     scheduler = CacheClient(address, "scheduler", "bench")
     try:
         for client in (worker, scheduler):

@@ -74,7 +74,7 @@ class Report:
         if self._json is not None:
             record = {
                 "script": Path(sys.argv[0]).name,
-                "arguments": sys.argv[1:],
+                "arguments": [Path(a).name if os.sep in a else a for a in sys.argv[1:]],
                 "began": self._began,
                 "lmcache": lmcache.__version__,
                 "python": platform.python_version(),
