@@ -28,6 +28,7 @@ from helpers.server import (
     mapped,
     namespace,
     refused,
+    resident,
     run_cli,
     running_server,
     short_folder,
@@ -47,12 +48,6 @@ def server() -> Iterator[RunningServer]:
     """One that no test of this module ends."""
     with running_server() as running:
         yield running
-
-
-def resident(pid: int) -> int:
-    """Bytes of memory of a process that belong to no file."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    return int(status.partition("RssAnon:")[2].split()[0]) << 10
 
 
 @pytest.fixture

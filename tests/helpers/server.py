@@ -294,3 +294,9 @@ class Worker:
         done = self.ask(m.Commit(session=self.session, lease=lease, indexes=list(range(len(sizes)))))
         assert isinstance(done, m.Ok)
         return done.count
+
+
+def resident(pid: int) -> int:
+    """Bytes of memory of a process that belong to no file."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) << 10

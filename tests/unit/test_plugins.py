@@ -18,7 +18,6 @@ from lmcache.errors import ConfigError, StartupError
 from lmcache.v1.multiprocess.server.config import ServerConfig
 from lmcache.v1.multiprocess.server.plugins import ServerPlugins, refused_policies
 from lmcache.v1.plugins import PluginHost, PluginRecord, ServerHandle
-from lmcache.v1.plugins.survey import survey
 from lmcache.v1.storage.eviction import LRU, GuardedPolicy
 
 HEAD = "from lmcache.v1.plugins import hookimpl\n"
@@ -490,28 +489,3 @@ def test_a_policy_that_fails_later_gives_way_to_lru_and_is_recorded(install: Ins
         "unplugged",
         "eviction policy Mine, touch: ZeroDivisionError: division by zero",
     )
-
-
-# ----------------------------------------------------------------------------------------------- lmcache plugins
-
-
-@pytest.mark.parametrize(
-    ("body", "fault"),
-    [
-        ("import os; os._exit(0)", "exit"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "SIGSEGV"),
-        ("import time; time.sleep(600)", "no end after"),
-    ],
-    ids=["exits", "crashes", "hangs"],
-)
-def test_a_plugin_that_takes_its_process_along_is_one_row_of_the_survey(
-    install: Install, body: str, fault: str
-) -> None:
-    install("bad-dist", {"bad": "bad_module"}, body)
-    install(
-        "good-dist", {"good": "good_module"}, f"{HEAD}@hookimpl\ndef lmcache_observe(event, fields): ...\n"
-    )
-    rows = {row["name"]: row for row in survey(seconds=2.0)}
-    assert rows["good"]["state"] == "loaded"
-    assert rows["bad"]["state"] == "import-failed"
-    assert fault in rows["bad"]["note"]

@@ -154,11 +154,7 @@ def run_server(config: ServerConfig, announce: Callable[[Ready], None]) -> None:
         cleanup.callback(http.close)
         http.start()
 
-        for flag, address in (("--host", host), ("--http-host", http_host)):
-            if not ipaddress.ip_address(address).is_loopback:
-                logger.warning(
-                    "%s %s: no authentication here; let only trusted hosts reach this port", flag, address
-                )
+        _warn_of_open_doors(host, http_host)
         handle = _handle(loop.address, f"http://{_netloc(http_host)}:{http.port}", service, lock)
         plugins.started(handle, stop)
         cleanup.callback(plugins.stopping, handle)
@@ -183,6 +179,14 @@ def run_server(config: ServerConfig, announce: Callable[[Ready], None]) -> None:
 
         loop.run(service, lock, stop, sweep)
         logger.info("stopping")
+
+
+def _warn_of_open_doors(host: str, http_host: str) -> None:
+    for flag, address in (("--host", host), ("--http-host", http_host)):
+        if not ipaddress.ip_address(address).is_loopback:
+            logger.warning(
+                "%s %s: no authentication here; let only trusted hosts reach this port", flag, address
+            )
 
 
 def _handle(address: str, http: str, service: Service, lock: threading.Lock) -> ServerHandle:
