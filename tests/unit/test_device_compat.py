@@ -78,7 +78,7 @@ def test_a_pin_of_the_plugin_api_is_compared(pin: tuple[int, int], command: str 
 def test_every_reason_has_a_state_and_a_remedy_that_can_be_filled_in() -> None:
     for code in REASONS:
         told = PluginRecord("foo", "lmcache-foo", "0.1", "m:C", ENTRY_POINT)
-        told.settle(code, "a\nnote", ValueError("x"), command="pip", other="lmcache-bar")
+        told.settle(code, "a\nnote", ValueError("x"), command="pip", other="lmcache-bar", older="lmcache")
         assert (told.code, told.note, told.state) == (code, "a note", REASONS[code][0])
         assert "{" not in told.remedy
         assert "ValueError: x" in told.traceback

@@ -11,6 +11,7 @@ import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from lmcache.v1.platform import _device_detect, _registry
 from lmcache.v1.platform._known import hardware_hint, known_wheels
 from lmcache.v1.platform._metadata import GROUP, entry_point_records
 from lmcache.v1.platform._records import PluginRecord, State
+from lmcache.v1.platform.base.device_ops import DeviceOps
 from lmcache.v1.platform.cpu.stub_cpu_device import StubCPUDevice
 from lmcache.v1.platform.diagnosis import survey
 
@@ -447,6 +449,21 @@ def test_native_code_that_does_not_load_is_fatal_with_the_loader_s_text_and_reco
         assert (record("foo").state, record("foo").code) == (State.SELECTED, "native-failed")
         assert cause in record("foo").note
     assert platform.resolve_device_ops("foo") == "ops"
+
+
+@pytest.mark.parametrize(("declared", "command"), [(99, "lmcache"), (0, "lmcache-foo")])
+def test_a_native_abi_that_does_not_fit_is_refused_with_the_command_that_mends_it(
+    install: Install, declared: int, command: str
+) -> None:
+    def get_ops(self: Any) -> Any:
+        module = ModuleType("foo_native")
+        module.LMCACHE_NATIVE_ABI = declared  # type: ignore[attr-defined]
+        DeviceOps().bind_native(module)
+
+    install(candidate(backend("foo", get_ops=get_ops)))
+    with pytest.raises(DeviceError, match=f"native ABI {declared}.*; pip install --upgrade {command}$"):
+        _ = lmcache.device_ops
+    assert record("foo").code == "native-abi"
 
 
 def test_wrappers_and_event_backends_come_from_the_spec_of_the_device_type(install: Install) -> None:

@@ -16,6 +16,7 @@ from lmcache.v1.platform._admission import DiscoveryRunning
 from lmcache.v1.platform._records import PluginRecord, describe
 from lmcache.v1.platform._registry import Registry, discover
 from lmcache.v1.platform._selection import Selection, import_torch, select, spec_for_type
+from lmcache.v1.platform.base.binding import NativeAbiError
 from lmcache.v1.platform.base.device_ops import DeviceOps
 from lmcache.v1.platform.base.device_spec import DeviceSpec
 from lmcache.v1.platform.base.event_ipc import EventIPCBackend
@@ -220,7 +221,11 @@ def _call(spec: DeviceSpec, what: str, call: Callable[[], Any]) -> Any:
         cause = str(exc) if isinstance(exc, DeviceError) else describe(exc)
         text = f"device backend {spec.backend_name}"
         if record is not None:
-            record.annotate("native-failed", f"{what}: {cause}", exc)
+            if isinstance(exc, NativeAbiError):
+                older = "lmcache" if exc.core_is_older else record.distribution
+                record.annotate("native-abi", f"{what}: {cause}", exc, older=older)
+            else:
+                record.annotate("native-failed", f"{what}: {cause}", exc)
             text = f"{text} ({record.source}): {what}: {cause}; {record.remedy}"
         else:
             text = f"{text}: {what}: {cause}"

@@ -79,6 +79,7 @@ REASONS: dict[str, tuple[State, str]] = {
     "probe-timeout": (State.UNAVAILABLE, _AVOID),
     "usable": (State.AVAILABLE, ""),
     "chosen": (State.SELECTED, ""),
+    "native-abi": (State.SELECTED, "pip install --upgrade {older}"),
     "native-failed": (State.SELECTED, "pip install --force-reinstall {distribution}, or " + _REPORT),
 }
 
@@ -126,10 +127,10 @@ class PluginRecord:
         self.remedy = remedy.format(**names)
         self.traceback = "".join(traceback_module.format_exception(exc)) if exc is not None else ""
 
-    def annotate(self, code: str, note: str, exc: BaseException | None = None) -> None:
+    def annotate(self, code: str, note: str, exc: BaseException | None = None, **extra: str) -> None:
         """Like :meth:`settle` for what fails later on: the choice of backend has been made and stays."""
         state = self.state
-        self.settle(code, note, exc)
+        self.settle(code, note, exc, **extra)
         self.state = state
 
     def verdict(self) -> str:

@@ -95,18 +95,25 @@ def _public(module: ModuleType) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
+class NativeAbiError(DeviceError):
+    """A native module and the core were built for different native ABIs."""
+
+    def __init__(self, text: str, core_is_older: bool) -> None:
+        super().__init__(text)
+        self.core_is_older = core_is_older
+
+
 def _abi(module: ModuleType) -> int | None:
     declared = getattr(module, NATIVE_ABI_NAME, None)
     if declared is None:
         return None
     if declared != NATIVE_ABI:
-        package = module.__name__.partition(".")[0]
-        what = (
-            "a newer lmcache" if isinstance(declared, int) and declared > NATIVE_ABI else f"a newer {package}"
-        )
-        raise DeviceError(
+        core_is_older = isinstance(declared, int) and declared > NATIVE_ABI
+        what = "lmcache" if core_is_older else module.__name__.partition(".")[0]
+        raise NativeAbiError(
             f"{module.__name__}: it is built for native ABI {declared!r}, and this lmcache has native ABI "
-            f"{NATIVE_ABI}; install {what}"
+            f"{NATIVE_ABI}; install a newer {what}",
+            core_is_older,
         )
     return int(declared)
 
