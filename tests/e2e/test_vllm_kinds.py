@@ -92,3 +92,24 @@ def test_a_hybrid_model_hits_on_all_groups_and_survives_failed_loads(
         fresh = tokens(401, 500)
         assert len(process.generate([fresh])[0]["tokens"]) == 8, "the engine lives"
         assert server.idle()
+
+
+def test_two_tensor_parallel_ranks_hit_together_and_survive_failed_loads(
+    model_dir: Callable[[str], Path], log: Path
+) -> None:
+    prompt = tokens(500, 1300)
+    tailed = prompt[:1024] + tokens(501, 500)
+    # Two ranks and a scheduler on as few as two cores: left to the kernel, since vLLM would bind one core each.
+    settings = {"tensor_parallel_size": 2, "env": {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}}
+    with Server() as server, engine(model_dir("gqa"), log, connector(server.port), **settings) as process:
+        (cold,) = process.generate([prompt])
+        (warm,) = process.generate([prompt])
+        assert (cold["cached"], warm["cached"], warm["tokens"]) == (0, 1280, cold["tokens"])
+        (first,) = process.generate([tailed])
+        assert first["cached"] == 1024
+        workers = [s for s in server.status()["sessions"] if s["role"] == "worker"]
+        assert sorted((s["rank"], s["path"]) for s in workers) == [(0, "shared_memory"), (1, "shared_memory")]
+        assert server.idle()
+        process.worker("fail_loads")
+        assert process.generate([prompt])[0]["tokens"] == cold["tokens"]
+        assert process.generate([tailed])[0]["tokens"] == first["tokens"]
