@@ -32,6 +32,7 @@ from helpers.server import (
     run_cli,
     running_server,
     short_folder,
+    stop_process,
     taken_port,
     wait_for,
 )
@@ -254,7 +255,7 @@ def test_status_is_what_describe_shows(server: RunningServer) -> None:
 
 def test_a_stopped_process_is_not_healthy_and_one_that_goes_on_is() -> None:
     with running_server() as running:
-        running.process.send_signal(signal.SIGSTOP)
+        stop_process(running.process.pid)
         began = time.monotonic()
         line = refused(run_cli("ping", "--host", running.address, "--timeout", "0.5"), 1)
         assert f"no cache server answers at {running.address} within 0.5 s" in line
@@ -299,7 +300,7 @@ def test_a_signal_ends_it_cleanly_with_clients_connected(
 def test_a_request_that_has_arrived_is_answered_before_the_end() -> None:
     with running_server() as running, channel_to(running.address) as channel:
         hello(channel)
-        running.process.send_signal(signal.SIGSTOP)
+        stop_process(running.process.pid)
         futures = [channel.submit(m.Status(), CALL_SECONDS) for _ in range(50)]
         wait_for(lambda: arrived(running) > 0, what="requests in the server's socket")
         running.process.send_signal(signal.SIGTERM)

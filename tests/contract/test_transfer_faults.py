@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from helpers.rig import QUICK, Rig, RigProcess
-from helpers.server import RunningServer, dead_port, running_server, wait_for
+from helpers.server import RunningServer, dead_port, running_server, stop_process, wait_for
 from lmcache.v1.keys import Scope, chunk_hashes
 from lmcache.v1.protocol import messages as m
 from lmcache.v1.protocol.channel import RequestFailed, Unavailable
@@ -111,7 +111,7 @@ def test_a_worker_stopped_in_a_store_never_writes_to_another_object_s_memory() -
         theirs = {maps: prompt(64, 100_000), sends: prompt(64, 200_000)}
         for sleeper, tokens in theirs.items():
             sleeper.pause_at_copy("store", tokens, A[:4])
-            os.kill(sleeper.process.pid, signal.SIGSTOP)
+            stop_process(sleeper.process.pid)
 
         def forgotten() -> bool:
             """The one without a mapping has lost its session; the other has been silent for as long."""
@@ -229,7 +229,7 @@ def test_a_dead_server_s_pool_is_let_go_so_that_its_memory_is_there_for_the_next
 
 @contextmanager
 def stopped(server: RunningServer) -> Iterator[None]:
-    os.kill(server.pid, signal.SIGSTOP)
+    stop_process(server.pid)
     try:
         yield
     finally:

@@ -300,3 +300,14 @@ def resident(pid: int) -> int:
     """Bytes of memory of a process that belong to no file."""
     status = Path(f"/proc/{pid}/status").read_text()
     return int(status.partition("RssAnon:")[2].split()[0]) << 10
+
+
+def stop_process(pid: int) -> None:
+    """SIGSTOP, and wait until all threads obey: each does so in its own time."""
+    os.kill(pid, signal.SIGSTOP)
+
+    def stopped() -> bool:
+        tasks = Path(f"/proc/{pid}/task").glob("*/stat")
+        return {task.read_text().rpartition(")")[2].split()[0] for task in tasks} == {"T"}
+
+    wait_for(stopped, what="every thread of the process stopped")
