@@ -14,7 +14,7 @@ from lmcache.errors import ConfigError, LMCacheError
 from lmcache.integration.transformers import identity, tensors
 from lmcache.logging import init_logger, warn_once
 from lmcache.v1.keys import Scope, chunk_hashes
-from lmcache.v1.multiprocess.client import CacheClient, ClientOptions, wait_until
+from lmcache.v1.multiprocess.client import CacheClient, ClientOptions
 from lmcache.v1.multiprocess.transfer_context.pages import KVGroupPages
 from lmcache.v1.multiprocess.transfer_context.worker_transfer import (
     EngineDrivenTransferContext,
@@ -77,7 +77,7 @@ class PrefixCache:
         deadline = time.monotonic() + self._wait
         self._lookups.start()
         self._transfer.start(self._wait)
-        wait_until(lambda: self._lookups.up, deadline - time.monotonic())
+        self._lookups.wait(deadline - time.monotonic())
         return self
 
     def __exit__(

@@ -13,7 +13,6 @@ import os
 import secrets
 import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -114,6 +113,10 @@ class CacheClient:
         """Start the heartbeat; wait at most ``wait`` seconds for the session. True if it is open."""
         self._thread.start()
         return self._up.wait(wait) if wait else self.up
+
+    def wait(self, seconds: float) -> bool:
+        """Wait at most ``seconds`` for the session to be open; whether it is."""
+        return self._up.wait(max(0.0, seconds))
 
     def close(self) -> None:
         """Close the session and stop the thread."""
@@ -307,13 +310,3 @@ class CacheClient:
                 logger.debug("giving back: %s", exc)
             with self._guard:
                 del self._owed[0]
-
-
-def wait_until(condition: Callable[[], bool], seconds: float, step: float = 0.01) -> bool:
-    """Poll ``condition`` for at most ``seconds``; its last value."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(step)
-    return True

@@ -115,10 +115,6 @@ class PluginRecord:
             " (built in)" if self.origin == BUILT_IN else ""
         )
 
-    @property
-    def is_usable(self) -> bool:
-        return self.state in (State.AVAILABLE, State.SELECTED)
-
     def settle(self, code: str, note: str = "", exc: BaseException | None = None, **extra: str) -> None:
         """Move to the state of ``code``; ``extra`` fills what its remedy names beside the record's fields."""
         self.state, remedy = REASONS[code]
