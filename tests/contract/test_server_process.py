@@ -301,12 +301,16 @@ def test_a_request_that_has_arrived_is_answered_before_the_end() -> None:
     with running_server() as running, channel_to(running.address) as channel:
         hello(channel)
         stop_process(running.process.pid)
-        futures = [channel.submit(m.Status(), CALL_SECONDS) for _ in range(50)]
-        wait_for(lambda: arrived(running) > 0, what="requests in the server's socket")
+        futures = [channel.submit(m.Status(), CALL_SECONDS) for _ in range(16)]
+        frames = 2 * _ZMTP_HEADER + 8 + len(m.encode(m.Status()))
+        wait_for(lambda: arrived(running) >= 16 * frames, what="all requests in the server's socket")
         running.process.send_signal(signal.SIGTERM)
         running.process.send_signal(signal.SIGCONT)
         assert all(isinstance(future.result()[0], m.State) for future in futures)
         assert running.process.wait(20) == 0
+
+
+_ZMTP_HEADER = 2  # bytes before a frame of fewer than 256
 
 
 def arrived(running: RunningServer) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 __all__ = [
     "CONTRACT_OPS",
@@ -19,9 +19,12 @@ __all__ = [
     "OPS",
     "STREAM_ORDERED_OPS",
     "OpShape",
+    "OperandKind",
     "is_stream_ordered",
+    "serves",
     "signature_fault",
     "stream_ordered",
+    "takes",
 ]
 
 #: How integers, buffers and structures cross into native code. It changes only if a compiled kernel that
@@ -30,6 +33,9 @@ NATIVE_ABI = 1
 
 #: The integer by which a native module says which convention it was compiled for.
 NATIVE_ABI_NAME = "LMCACHE_NATIVE_ABI"
+
+#: What an op is given to work on: tensors, or addresses as integers.
+OperandKind: TypeAlias = "Literal['tensors', 'pointers']"
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -134,6 +140,30 @@ def stream_ordered(function: F) -> F:
     """Mark a baseline op as one that keeps the order of the current stream on every device."""
     function.stream_ordered = True  # type: ignore[attr-defined]
     return function
+
+
+def serves(rule: Callable[[Any], str]) -> Callable[[F], F]:
+    """Mark an op with the KV formats that it serves.
+
+    Args:
+        rule: Gets a row of the layout table; says why the op does not serve it, or nothing if it does.
+    """
+
+    def mark(function: F) -> F:
+        function.serves = rule  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+def takes(*kinds: OperandKind) -> Callable[[F], F]:
+    """Mark an op with the kinds of operands that it takes."""
+
+    def mark(function: F) -> F:
+        function.takes = frozenset(kinds)  # type: ignore[attr-defined]
+        return function
+
+    return mark
 
 
 def is_stream_ordered(function: Any, default: bool) -> bool:
