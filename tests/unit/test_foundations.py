@@ -150,5 +150,5 @@ def test_what_is_said_once_is_said_once_per_logger_and_key(caplog: pytest.LogCap
 
 
 def test_engines_are_named_as_strings() -> None:
-    assert [e.value for e in EngineType] == ["vllm", "sglang", "trtllm", "transformers", "mock"]
+    assert [e.value for e in EngineType] == ["vllm", "sglang", "trtllm", "atom", "transformers", "mock"]
     assert EngineType("vllm") is EngineType.VLLM

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -126,8 +127,8 @@ def test_rows_are_found_by_id_by_name_and_by_an_integer_of_another_type() -> Non
         assert kv_format(key).id == 12  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("key", [77, -1, "NHD", ""])
-def test_an_unknown_format_is_refused_with_what_is_known(key: int | str) -> None:
+@pytest.mark.parametrize("key", [77, -1, "NHD", "", None, [], 1.0, 1.9])
+def test_an_unknown_format_is_refused_with_what_is_known(key: Any) -> None:
     with pytest.raises(LayoutError, match="known: 0 NB_NL_TWO_BS_NH_HS"):
         kv_format(key)
 
@@ -139,6 +140,56 @@ def test_an_unknown_format_is_refused_with_what_is_known(key: int | str) -> None
 def test_a_malformed_dimension_string_is_refused(text: str) -> None:
     with pytest.raises(LayoutError, match="dims="):
         Dims.parse(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "NL x [2, NB, BS, NH, CS]",
+        "NL x 2 x [NB, BS, NH, CS]",
+        "NL x [NB, HS, BS, CS]",
+        "NL x [NB, PBS, HS]",
+        "NL x [NB, T, HS]",
+        "NP x [NB, BS, HS]",
+        "NL x 2 x NP x [NB, BS, HS]",
+        None,
+    ],
+)
+def test_symbols_that_contradict_each_other_are_refused(text: Any) -> None:
+    with pytest.raises(LayoutError, match="dims="):
+        Dims.parse(text)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"id": -1},
+        {"id": 50},
+        {"id": 999},
+        {"id": 1 << 31},
+        {"id": "1002"},
+        {"id": 1002.5},
+        {"id": None},
+        {"name": ""},
+        {"name": 5},
+        {"name": "NL x NB"},
+        {"engines": ["vllm"]},
+        {"engines": "vllm"},
+        {"mark": "uint8"},
+        {"mark": ["uint8", "132"]},
+    ],
+    ids=str,
+)
+def test_a_row_that_would_break_the_table_for_others_is_refused(
+    wrong: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table, "_by_id", dict(table._by_id))
+    monkeypatch.setattr(table, "_by_name", dict(table._by_name))
+    before = kv_formats()
+    fields: dict[str, Any] = {"id": 1002, "name": "MINE", "dims_text": "NL x [NB, BS, HS]", **wrong}
+    with pytest.raises(LayoutError, match="expected"):
+        register_kv_format(KVFormat(**fields))
+    assert kv_formats() == before
 
 
 def test_rows_can_be_added_but_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,5 +15,6 @@ class EngineType(str, Enum):
     VLLM = "vllm"
     SGLANG = "sglang"
     TRTLLM = "trtllm"
+    ATOM = "atom"
     TRANSFORMERS = "transformers"
     MOCK = "mock"

@@ -74,7 +74,7 @@ def declared_order(name: str) -> DeclaredOrder:
     Raises:
         LayoutError: Not a known order.
     """
-    letters = _ALIASES.get(name, name)
+    letters = _ALIASES.get(name, name) if isinstance(name, str) else ""
     if letters not in DECLARED_ORDERS:
         known = ", ".join([*DECLARED_ORDERS, *_ALIASES])
         raise LayoutError(f"declared KV order {name!r} is unknown; known: {known}")

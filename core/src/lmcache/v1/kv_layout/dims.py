@@ -29,6 +29,13 @@ __all__ = ["Dims"]
 _LEVELS = frozenset(["NL", "NP", "2"])
 _AXES = frozenset(["NL", "NB", "BS", "PBS", "T", "NH", "HS", "CS", "2", "1"])
 _FORM = re.compile(r"(?P<levels>(?:\w+ x )*)\[(?P<axes>\w+(?:, \w+)*)\]")
+_CONTRADICTIONS = (
+    ("HS", "CS", "content is packed or it is not"),
+    ("2", "CS", "packed content is K and V already"),
+    ("2", "NP", "planes are neither K nor V"),
+    ("NB", "PBS", "slots are counted in blocks or over all of them"),
+    ("NB", "T", "tokens in blocks are BS"),
+)
 _SPELLED = {"2": "TWO", "1": "ONE", "PBS": "NBBS"}
 
 
@@ -44,10 +51,10 @@ class Dims:
         """Parse ``text``.
 
         Raises:
-            LayoutError: Not a dimension string, an unknown symbol, a symbol that occurs twice (1 aside), or
-                no axis that holds tokens.
+            LayoutError: Not a dimension string, an unknown symbol, a symbol that occurs twice (1 aside), no
+                axis that holds tokens, or symbols that contradict each other.
         """
-        match = _FORM.fullmatch(text)
+        match = _FORM.fullmatch(text) if isinstance(text, str) else None
         if match is None:
             raise LayoutError(f"dims={text!r}: expected the form 'NL x [NB, 2, BS, NH, HS]'")
         levels = tuple(match["levels"].split(" x ")[:-1])
@@ -62,6 +69,13 @@ class Dims:
             raise LayoutError(f"dims={text!r}: expected exactly one of BS, PBS, T")
         if axes[-1] not in ("HS", "CS"):
             raise LayoutError(f"dims={text!r}: expected HS or CS as the last axis")
+        for one, other, why in _CONTRADICTIONS:
+            if one in symbols and other in symbols:
+                raise LayoutError(f"dims={text!r}: {one} with {other}: {why}")
+        if "NP" in levels and "NL" not in levels:
+            raise LayoutError(
+                f"dims={text!r}: NP without NL: planes are of a layer, expected a list of layers"
+            )
         return cls(levels, axes)
 
     def axis(self, symbol: str) -> int | None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from lmcache.errors import LayoutError
 from lmcache.v1.kv_layout.table import KVFormat
 
-__all__ = ["CanonicalView", "PageGeometry", "canonical_view", "describe", "describe_tensor"]
+__all__ = ["CanonicalView", "PageGeometry", "canonical_view", "describe", "describe_tensor", "overlap"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,12 @@ class CanonicalView:
     strides: tuple[int, int, int, int, int]
     num_layers: int = 1
     layer_stride: int = 0
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether elements share memory, as those of an expanded tensor do."""
+        axes = zip(self.shape, self.strides, strict=True)
+        return overlap(1, *axes, (self.num_layers, self.layer_stride))
 
 
 def canonical_view(row: KVFormat, shape: Sequence[int], strides: Sequence[int]) -> CanonicalView:
@@ -177,7 +183,7 @@ def describe(
     page = elements * itemsize
     blocks = (num_blocks, axes.blocks[1] * itemsize)
     layers = (num_layers, axes.layers[1] * itemsize)
-    if _overlap(page, blocks, layers):
+    if overlap(page, blocks, layers):
         raise LayoutError(f"{row.label}: pages of {page} bytes overlap (strides {tuple(strides)})")
     return PageGeometry(
         row=row,
@@ -209,8 +215,8 @@ def _is_one_run(axes: Iterable[tuple[int, int]]) -> bool:
     return True
 
 
-def _overlap(page: int, *axes: tuple[int, int]) -> bool:
-    """Whether pages laid out along axes of (size, byte stride) share bytes."""
+def overlap(page: int, *axes: tuple[int, int]) -> bool:
+    """Whether pages laid out along axes of (size, stride) share memory; ``page`` and strides in one unit."""
     extent = page
     for stride, size in sorted((stride, size) for size, stride in axes if size > 1):
         if stride < extent:

@@ -27,6 +27,10 @@ class KVFormat:
     dims_text: str
     token_addressable: bool = True
     note: str = ""
+    engines: tuple[str, ...] = ()
+    """Values of ``EngineType`` whose caches detection may take for this row without being told."""
+    mark: tuple[str, int] | None = None
+    """Element type and size of the last axis that tell a tensor of this row from others of its form."""
 
     @cached_property
     def dims(self) -> Dims:
@@ -115,6 +119,14 @@ class KVFormat:
         """Each tensor is K alone or V alone, and nothing says which."""
         return self.kv_size == 1 and not self.is_mla and not self.is_packed
 
+    @property
+    def takes_block_stride(self) -> bool:
+        """Blocks may lie further apart than a page is long, because a page is one piece per tensor: blocks
+        are the outermost axis and nothing tells K from V. Kernels know one stride, that between blocks."""
+        return (
+            self.block_axis == 0 and not self.is_cross_layer and "2" not in self.dims.levels + self.dims.axes
+        )
+
     # --- sizes ---------------------------------------------------------------------------------------------
 
     def sizes(self, shape: Sequence[int]) -> dict[str, int]:
@@ -158,32 +170,42 @@ class KVFormat:
         return f"KV format {self.name} (id {self.id})"
 
 
+_VLLM, _SGLANG = ("vllm",), ("sglang",)
+
 _ROWS = (
-    KVFormat(0, "NB_NL_TWO_BS_NH_HS", "[NB, NL, 2, BS, NH, HS]"),
-    KVFormat(1, "NL_X_TWO_NB_BS_NH_HS", "NL x [2, NB, BS, NH, HS]"),
-    KVFormat(2, "NL_X_NB_TWO_BS_NH_HS", "NL x [NB, 2, BS, NH, HS]"),
-    KVFormat(3, "NL_X_NB_BS_HS", "NL x [NB, BS, HS]"),
-    KVFormat(4, "TWO_X_NL_X_NBBS_NH_HS", "2 x NL x [PBS, NH, HS]"),
-    KVFormat(5, "NL_X_NBBS_ONE_HS", "NL x [PBS, 1, HS]"),
-    KVFormat(6, "NL_X_TWO_NB_NH_BS_HS", "NL x [2, NB, NH, BS, HS]"),
-    KVFormat(7, "NL_X_NB_TWO_NH_BS_HS", "NL x [NB, 2, NH, BS, HS]"),
-    KVFormat(8, "NB_NL_TWO_NH_BS_HS", "[NB, NL, 2, NH, BS, HS]"),
-    KVFormat(9, "TWO_X_NL_X_NB_BS_NH_HS", "2 x NL x [NB, BS, NH, HS]"),
+    KVFormat(0, "NB_NL_TWO_BS_NH_HS", "[NB, NL, 2, BS, NH, HS]", engines=_VLLM),
+    KVFormat(1, "NL_X_TWO_NB_BS_NH_HS", "NL x [2, NB, BS, NH, HS]", engines=_VLLM),
+    KVFormat(2, "NL_X_NB_TWO_BS_NH_HS", "NL x [NB, 2, BS, NH, HS]", engines=_VLLM),
+    KVFormat(3, "NL_X_NB_BS_HS", "NL x [NB, BS, HS]", engines=("vllm", "sglang", "atom")),
+    KVFormat(4, "TWO_X_NL_X_NBBS_NH_HS", "2 x NL x [PBS, NH, HS]", engines=_SGLANG),
+    KVFormat(5, "NL_X_NBBS_ONE_HS", "NL x [PBS, 1, HS]", engines=_SGLANG),
+    KVFormat(6, "NL_X_TWO_NB_NH_BS_HS", "NL x [2, NB, NH, BS, HS]", engines=_VLLM),
+    KVFormat(7, "NL_X_NB_TWO_NH_BS_HS", "NL x [NB, 2, NH, BS, HS]", engines=_VLLM),
+    KVFormat(8, "NB_NL_TWO_NH_BS_HS", "[NB, NL, 2, NH, BS, HS]", engines=("trtllm",)),
+    KVFormat(9, "TWO_X_NL_X_NB_BS_NH_HS", "2 x NL x [NB, BS, NH, HS]", engines=_SGLANG),
     KVFormat(10, "NL_X_NB_NH_BS_TWO_HS", "NL x [NB, NH, BS, 2, HS]", note="declared no more; see 12"),
     KVFormat(11, "NL_X_NB_BS_NH_TWO_HS", "NL x [NB, BS, NH, 2, HS]", note="declared no more; see 13"),
-    KVFormat(12, "NL_X_NB_NH_BS_CS", "NL x [NB, NH, BS, CS]"),
-    KVFormat(13, "NL_X_NB_BS_NH_CS", "NL x [NB, BS, NH, CS]"),
+    KVFormat(12, "NL_X_NB_NH_BS_CS", "NL x [NB, NH, BS, CS]", engines=_VLLM),
+    KVFormat(13, "NL_X_NB_BS_NH_CS", "NL x [NB, BS, NH, CS]", engines=_VLLM),
     KVFormat(
         14,
         "NL_X_NB_BSV_BSS",
         "NL x [NB, BS, HS]",
         token_addressable=False,
         note="sparse-attention index: in a page the values of all slots precede the scales of all slots",
+        engines=_VLLM,
+        mark=("uint8", 132),  # 128 bytes of values and 4 of scale per slot
     ),
-    KVFormat(15, "NL_X_TWO_NB_NH_ONE_BS_HS", "NL x [2, NB, NH, 1, BS, HS]"),
-    KVFormat(16, "NL_X_TWO_X_NB_BS_NH_HS", "NL x 2 x [NB, BS, NH, HS]"),
-    KVFormat(17, "NL_X_NP_X_NB_BS_ONE_HS", "NL x NP x [NB, BS, 1, HS]", note="planes differ in width"),
-    KVFormat(18, "NL_X_NB_BS_NH_HS", "NL x [NB, BS, NH, HS]"),
+    KVFormat(15, "NL_X_TWO_NB_NH_ONE_BS_HS", "NL x [2, NB, NH, 1, BS, HS]", engines=_VLLM),
+    KVFormat(16, "NL_X_TWO_X_NB_BS_NH_HS", "NL x 2 x [NB, BS, NH, HS]", engines=_VLLM),
+    KVFormat(
+        17,
+        "NL_X_NP_X_NB_BS_ONE_HS",
+        "NL x NP x [NB, BS, 1, HS]",
+        note="planes differ in width",
+        engines=_VLLM,
+    ),
+    KVFormat(18, "NL_X_NB_BS_NH_HS", "NL x [NB, BS, NH, HS]", engines=_SGLANG),
     KVFormat(
         100,
         "NL_X_TWO_X_ONE_NH_T_HS",
@@ -191,6 +213,8 @@ _ROWS = (
         note="contiguous cache of one sequence, grown per token (transformers DynamicCache)",
     ),
 )
+
+_PLUGIN_IDS = (1000, (1 << 31) - 1)  # native code takes an int
 
 _lock = threading.Lock()
 _by_id = {row.id: row for row in _ROWS}
@@ -205,7 +229,10 @@ def kv_format(key: int | str | KVFormat) -> KVFormat:
     """
     if isinstance(key, KVFormat):
         return key
-    row = _by_name.get(key) if isinstance(key, str) else _by_id.get(int(key))
+    if isinstance(key, str):
+        row = _by_name.get(key)
+    else:  # a fraction would be cut off, and name a row that nobody meant
+        row = _by_id.get(int(key)) if hasattr(key, "__int__") and not isinstance(key, float) else None
     if row is None:
         known = ", ".join(f"{r.id} {r.name}" for r in kv_formats())
         raise LayoutError(f"KV format {key!r} is unknown; known: {known}")
@@ -218,15 +245,33 @@ def kv_formats() -> tuple[KVFormat, ...]:
 
 
 def register_kv_format(row: KVFormat) -> None:
-    """Add a row. Adding an equal row again is a no-op.
+    """Add a row of a plugin. Adding an equal row again is a no-op.
 
     Raises:
-        LayoutError: Its dimension string is malformed, or another row has its id or name.
+        LayoutError: Its dimension string is malformed, another row has its id or name, or a field is not what
+            it must be: one bad row would be met by every later detection.
     """
+    if not isinstance(row, KVFormat):
+        raise LayoutError(f"KV format {row!r}: expected a KVFormat")
     _ = row.dims
     with _lock:
         for taken in (_by_id.get(row.id), _by_name.get(row.name)):
             if taken is not None and taken != row:
                 raise LayoutError(f"{row.label}: id or name is taken by {taken.label}")
+        _check_fields(row)
         _by_id[row.id] = row
         _by_name[row.name] = row
+
+
+def _check_fields(row: KVFormat) -> None:
+    """Refuse what tables, enumerations and native code could not hold."""
+    if type(row.id) is not int or not _PLUGIN_IDS[0] <= row.id <= _PLUGIN_IDS[1]:
+        raise LayoutError(
+            f"{row.label}: expected an id from {_PLUGIN_IDS[0]} to {_PLUGIN_IDS[1]}, as lower ones are the core's"
+        )
+    if not isinstance(row.name, str) or not row.name.isidentifier():
+        raise LayoutError(f"{row.label}: name={row.name!r}: expected one such as NL_X_NB_BS_HS")
+    if not isinstance(row.engines, tuple) or not all(isinstance(engine, str) for engine in row.engines):
+        raise LayoutError(f"{row.label}: engines={row.engines!r}: expected a tuple of engines' names")
+    if row.mark is not None and [type(part) for part in row.mark] != [str, int]:
+        raise LayoutError(f"{row.label}: mark={row.mark!r}: expected (name of an element type, last axis)")

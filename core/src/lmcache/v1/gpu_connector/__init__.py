@@ -1,0 +1,1 @@
+"""In-process connectors between paged KV and memory objects."""
