@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
+from lmcache.v1.utils.memcpy import copy_each
+
 _THREADED_BYTES = 32 << 20
 _MAX_THREADS = 4
-
-_memcpy = ctypes.CDLL(None).memcpy  # a CDLL call releases the GIL
-_memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_memcpy.restype = None
-
-
-def _copy(dst: Sequence[int], src: Sequence[int], sizes: Sequence[int]) -> None:
-    deque(map(_memcpy, dst, src, sizes), 0)  # the loop runs in C: a third less than a Python loop per copy
 
 
 @cache
@@ -35,11 +27,11 @@ def copy_runs(dst: Sequence[int], src: Sequence[int], sizes: Sequence[int]) -> N
     """
     threads, pool = _helpers()
     if threads == 1 or len(dst) < threads or sum(sizes) < _THREADED_BYTES:
-        _copy(dst, src, sizes)
+        copy_each(dst, src, sizes)
         return
     step = -(-len(dst) // threads)
     parts = [slice(at, at + step) for at in range(0, len(dst), step)]
-    rest = [pool.submit(_copy, dst[part], src[part], sizes[part]) for part in parts[1:]]
-    _copy(dst[parts[0]], src[parts[0]], sizes[parts[0]])
+    rest = [pool.submit(copy_each, dst[part], src[part], sizes[part]) for part in parts[1:]]
+    copy_each(dst[parts[0]], src[parts[0]], sizes[parts[0]])
     for future in rest:
         future.result()

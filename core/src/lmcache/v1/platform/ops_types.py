@@ -2,10 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import IntEnum
 
-__all__ = ["PageBufferShapeDesc", "TransferDirection"]
+from lmcache.v1.kv_layout import EngineKVFormat
+from lmcache.v1.kv_layout.shape_desc import PageBufferShapeDesc
+from lmcache.v1.platform.transfer_plan import (
+    BatchStep,
+    CBGroupSpec,
+    DirectCopyGroupSpec,
+    DirectCopyObject,
+    KernelGroupSpec,
+    LaunchVar,
+    StagingCopy,
+    TransferPhase,
+)
+
+__all__ = [
+    "BatchStep",
+    "CBGroupSpec",
+    "DirectCopyGroupSpec",
+    "DirectCopyObject",
+    "EngineKVFormat",
+    "GPUKVFormat",
+    "KernelGroupSpec",
+    "LaunchVar",
+    "PageBufferShapeDesc",
+    "StagingCopy",
+    "TransferDirection",
+    "TransferPhase",
+]
 
 
 class TransferDirection(IntEnum):
@@ -15,23 +40,5 @@ class TransferDirection(IntEnum):
     D2H = 1
 
 
-@dataclass
-class PageBufferShapeDesc:
-    """Geometry of the pages of one group of layers that share a layout."""
-
-    kv_size: int = 0
-    """Planes per page: 2 where K and V are apart, 1 where they are packed or there is one (MLA)."""
-    nl: int = 0
-    """Layers."""
-    nb: int = 0
-    """Blocks; 0 leaves it to the tensors."""
-    bs: int = 0
-    """Token slots per block."""
-    nh: int = 0
-    """KV heads; 1 for MLA."""
-    hs: int = 0
-    """Elements per head and slot; the packed width where K and V are packed."""
-    element_size: int = 0
-    """Bytes per element."""
-    block_stride_elems: int = 0
-    """Elements between blocks where the block axis is padded, for ops that get pointers; 0 is tight."""
+#: The older name of the same enumeration.
+GPUKVFormat = EngineKVFormat

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from lmcache.errors import DeviceError
 from lmcache.v1.platform.base.op_contract import (
@@ -13,12 +13,18 @@ from lmcache.v1.platform.base.op_contract import (
     CONTRACT_TYPES,
     NATIVE_ABI,
     NATIVE_ABI_NAME,
+    NATIVE_FORMATS_NAME,
+    NATIVE_OPERANDS_NAME,
+    OPERAND_KINDS,
     STREAM_ORDERED_OPS,
+    OperandKind,
     is_stream_ordered,
     signature_fault,
 )
 
 __all__ = ["Binding", "BindingReport", "examine"]
+
+V = TypeVar("V")
 
 
 @dataclass(frozen=True)
@@ -36,7 +42,7 @@ class BindingReport:
     types: tuple[str, ...] = ()
     """Types of a native module that replace ours."""
     refused: dict[str, str] = field(default_factory=dict)
-    """Ops that were offered and not taken, and why."""
+    """Names (ops, types, declared tables) that were offered and not taken, and why."""
     extras: tuple[str, ...] = ()
     """Public names of native modules that the contract does not know; they are not bound."""
     modules: tuple[str, ...] = ()
@@ -62,6 +68,10 @@ class Binding:
     refused: dict[str, str] = field(default_factory=dict)
     extras: list[str] = field(default_factory=list)
     abi: int | None = None
+    formats: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Ids of the KV formats that an op serves, where the module declares them."""
+    operands: dict[str, frozenset[OperandKind]] = field(default_factory=dict)
+    """What an op is given, where the module declares it."""
 
 
 def examine(module: ModuleType) -> Binding:
@@ -85,7 +95,39 @@ def examine(module: ModuleType) -> Binding:
             binding.refused[name] = f"it is {type(value).__name__}: expected {kind}"
         elif callable(value):
             binding.extras.append(name)
+    binding.formats = _declared(module, NATIVE_FORMATS_NAME, _format_ids, binding.refused)
+    binding.operands = _declared(module, NATIVE_OPERANDS_NAME, _operand_kinds, binding.refused)
     return binding
+
+
+def _declared(
+    module: ModuleType, name: str, parse: Callable[[Any], V], refused: dict[str, str]
+) -> dict[str, V]:
+    """A module's table of what its ops do. One that cannot be read is refused whole, and warned about."""
+    table = getattr(module, name, None)
+    if table is None:
+        return {}
+    try:
+        if not isinstance(table, Mapping):
+            raise TypeError(f"it is {type(table).__name__}: expected a dict by name of op")
+        return {str(op): parse(value) for op, value in table.items()}
+    except (TypeError, ValueError) as exc:
+        refused[name] = str(exc)
+        return {}
+
+
+def _format_ids(value: Any) -> tuple[int, ...]:
+    """Ids in ascending order, of integers or of native enumerations, which often are none."""
+    if isinstance(value, (str, bytes)):
+        raise TypeError(f"{value!r}: expected ids of KV formats")
+    return tuple(sorted({int(i) for i in value}))
+
+
+def _operand_kinds(value: Any) -> frozenset[OperandKind]:
+    kinds = frozenset([value] if isinstance(value, str) else value)
+    if not kinds <= {*OPERAND_KINDS}:
+        raise ValueError(f"{value!r}: expected of {', '.join(OPERAND_KINDS)}")
+    return kinds
 
 
 def _public(module: ModuleType) -> Iterator[tuple[str, Any]]:

@@ -1,41 +1,51 @@
 """Device operations: one strategy object per backend.
 
-The base class delegates to the torch baseline, ``lmcache.v1.platform.torch_ops``. A backend replaces an op
-by overriding the method, or all that a native module has through ``bind_native``. Ops are plain methods:
-they sit on the transfer path.
+The members are declared in four parts (``ops_transfer``, ``ops_memory``, ``ops_codec``, ``ops_stream``) and
+answered by the torch baseline, ``lmcache.v1.platform.torch_ops``. A backend replaces an op by overriding the
+method, or all that a native module has through ``bind_native``. Ops are plain functions: they sit on the
+transfer path.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, ClassVar
 
+from lmcache.errors import DeviceError
 from lmcache.logging import init_logger
 from lmcache.v1.platform.base.binding import Binding, BindingReport, examine
 from lmcache.v1.platform.base.op_contract import (
     CONTRACT_OPS,
     CONTRACT_TYPES,
+    FORMAT_OPS,
     NATIVE_ABI,
+    NATIVE_FORMATS_NAME,
+    PARTNERS,
     STREAM_ORDERED_OPS,
+    OperandKind,
     is_stream_ordered,
 )
+from lmcache.v1.platform.base.ops_codec import CodecOps
+from lmcache.v1.platform.base.ops_memory import MemoryOps
+from lmcache.v1.platform.base.ops_stream import StreamOps
+from lmcache.v1.platform.base.ops_transfer import TransferOps
 
 __all__ = ["CONTRACT_OPS", "CONTRACT_TYPES", "NATIVE_ABI", "STREAM_ORDERED_OPS", "BindingReport", "DeviceOps"]
 
 logger = init_logger(__name__)
 
+# Looked up by name: this contract stands above the baseline and must not depend on it statically.
+_KV_LAYOUT = "lmcache.v1.kv_layout"
 _OPS_TYPES = "lmcache.v1.platform.ops_types"
 _TORCH_OPS = "lmcache.v1.platform.torch_ops"
 
 
-class DeviceOps:
+class DeviceOps(TransferOps, MemoryOps, CodecOps, StreamOps):
     """Operations on a device's memory; this class is the torch baseline.
 
-    Ops of the baseline need no method here: what the class lacks is looked up there. An op that a backend
-    lacks raises AttributeError, so ``hasattr(ops, name)`` is the probe for it. Types (``PageBufferShapeDesc``
-    and the like) read through the instance, so a native type replaces ours.
+    An op that a backend lacks raises AttributeError, so ``hasattr(ops, name)`` is the probe for it. Types
+    (``PageBufferShapeDesc`` and the like) read through the instance, so a native type replaces ours.
     """
 
     device_type: ClassVar[str] = ""
@@ -62,7 +72,8 @@ class DeviceOps:
 
         Args:
             module: Any importable module whose functions carry the contract's names and signatures. If it has
-                an integer ``LMCACHE_NATIVE_ABI``, that must be the core's.
+                an integer ``LMCACHE_NATIVE_ABI``, that must be the core's. ``LMCACHE_OP_FORMATS`` and
+                ``LMCACHE_OP_OPERANDS`` say what its ops serve and take.
 
         Raises:
             DeviceError: The module was built for another native ABI.
@@ -81,7 +92,7 @@ class DeviceOps:
         """Who answers each op, what native modules brought, and what of it was not taken."""
         own = vars(self)
         bound = [name for name in sorted(CONTRACT_OPS) if name in own]
-        overridden = [n for n in sorted(CONTRACT_OPS) if n not in own and self._is_overridden(n)]
+        overridden = [n for n in sorted(CONTRACT_OPS) if n not in own and self._is_replaced(n)]
         rest = [n for n in sorted(CONTRACT_OPS) if n not in bound and n not in overridden]
         bindings = [binding for _, binding in self._bindings]
         return BindingReport(
@@ -96,55 +107,76 @@ class DeviceOps:
             abi=bindings[-1].abi if bindings else None,
         )
 
-    def _is_overridden(self, name: str) -> bool:
-        return getattr(type(self), name, None) is not getattr(DeviceOps, name, None)
+    def supported_formats(self, op: str) -> tuple[int, ...]:
+        """Ids of the KV formats that ``op`` serves here, as whoever answers it declares.
 
-    def multi_layer_block_kv_transfer(
-        self,
-        paged: Any,
-        objects: Sequence[Any],
-        block_ids: Any,
-        device: Any,
-        direction: int,
-        shape_desc: Any,
-        chunk_size: int,
-        engine_kv_format: int,
-        skip_prefix_n_blocks: int = 0,
-    ) -> None:
-        """Copy whole blocks between paged KV tensors and chunk objects.
+        A native module declares by its table ``LMCACHE_OP_FORMATS``, a method or a function of the baseline by
+        the mark ``@serves``. Nothing is guessed: what is not declared is not known.
 
-        Args:
-            paged: The engine's KV tensors, nested as the format's row says.
-            objects: Chunk objects, ``[kv_size, NL, slots, NH * HS]`` (or ``[NL, slots, NH * HS]`` where
-                kv_size is 1), same dtype as the pages. Object ``i`` takes the block ids
-                ``[i * n, (i + 1) * n)`` with ``n = chunk_size // shape_desc.bs``.
-            block_ids: 1-D integers: a list or a tensor. May end before the last object is full.
-            device: Where the paged tensors lie.
-            direction: ``TransferDirection``: H2D (0) writes the pages, D2H (1) reads them.
-            shape_desc: ``PageBufferShapeDesc`` of these layers.
-            chunk_size: Slots per object, a positive multiple of ``shape_desc.bs``.
-            engine_kv_format: Id of the layout's row (``lmcache.v1.kv_layout``).
-            skip_prefix_n_blocks: The first so many ids are neither read nor written, nor is the part of the
-                objects that belongs to them.
+        Returns:
+            Ids in ascending order. Nothing where the op is absent or has no KV format.
 
         Raises:
-            LayoutError: The format is not served, or tensors do not fit the row or the descriptor.
-            ValueError: ``chunk_size``, ``skip_prefix_n_blocks``, ``direction`` or a block id is out of range.
+            ValueError: ``op`` is no op of the contract.
+            DeviceError: Who answers it does not declare what it serves.
         """
-        self._baseline("multi_layer_block_kv_transfer")(
-            paged,
-            objects,
-            block_ids,
-            device,
-            direction,
-            shape_desc,
-            chunk_size,
-            engine_kv_format,
-            skip_prefix_n_blocks,
-        )
+        function = self._answering(op)
+        if function is None:
+            return ()
+        module, native = self._native(op)
+        if native is not None and op in native.formats:
+            return native.formats[op]
+        rule = getattr(function, "serves", None)
+        if rule is not None:
+            rows = importlib.import_module(_KV_LAYOUT).kv_formats()
+            return tuple(row.id for row in rows if not rule(row))
+        if op not in FORMAT_OPS:
+            return ()
+        who = module or f"{type(self).__name__}.{op}"
+        remedy = f"add it to {NATIVE_FORMATS_NAME}" if module else "mark it with @serves"
+        raise DeviceError(f"{op}: {who} does not declare which KV formats it serves; {remedy}")
+
+    def operand_kinds(self, op: str) -> frozenset[OperandKind]:
+        """Whether ``op`` is given tensors, addresses, or either, as whoever answers it declares.
+
+        A native module declares by its table ``LMCACHE_OP_OPERANDS``, a method or a function of the baseline
+        by the mark ``@takes``. Without that a native function takes pointers, and anything else tensors.
+
+        Returns:
+            Of ``"tensors"`` and ``"pointers"``. Nothing where the op is absent or has no operands in memory.
+
+        Raises:
+            ValueError: ``op`` is no op of the contract.
+        """
+        function = self._answering(op)
+        if function is None:
+            return frozenset()
+        _, native = self._native(op)
+        if native is not None and op in native.operands:
+            return native.operands[op]
+        default: frozenset[OperandKind] = frozenset(["tensors" if native is None else "pointers"])
+        kinds: frozenset[OperandKind] = getattr(function, "takes", default)
+        return kinds
+
+    def _answering(self, op: str) -> Any:
+        """The function that answers ``op``, or None."""
+        if op not in CONTRACT_OPS:
+            raise ValueError(f"{op!r} is no device operation; see lmcache.v1.platform.base.op_contract.OPS")
+        return getattr(self, op, None)
+
+    def _native(self, op: str) -> tuple[str, Binding | None]:
+        """The native module that answers ``op``: the last that brought it."""
+        for module, binding in reversed(self._bindings):
+            if op in binding.members and vars(self).get(op) is binding.members[op]:
+                return module, binding
+        return "", None
+
+    def _is_replaced(self, name: str) -> bool:
+        """Whether something else than the baseline answers."""
+        return name in vars(self) or getattr(type(self), name, None) is not getattr(DeviceOps, name, None)
 
     def __getattr__(self, name: str) -> Any:
-        # Reached for what neither the class nor a native module has.
+        # Reached for what neither the class nor a native module has, and for what the baseline may not serve.
         if name in CONTRACT_TYPES:
             value = getattr(importlib.import_module(_OPS_TYPES), name, None)
             if value is not None:
@@ -154,18 +186,28 @@ class DeviceOps:
         raise AttributeError(f"{type(self).__name__} has no device operation {name!r}")
 
     def _baseline(self, name: str) -> Any:
-        """The baseline's op, unless callers rely on a stream order that it does not keep."""
-        # Looked up by name: this contract stands above the baseline and must not depend on it statically.
+        """The baseline's op, unless callers rely on something that it would not keep.
+
+        Raises:
+            AttributeError: There is none, or it must not stand in.
+        """
         op = getattr(importlib.import_module(_TORCH_OPS), name, None)
+        me = type(self).__name__
         if op is None:
-            raise AttributeError(f"{type(self).__name__} has no device operation {name!r}")
+            raise AttributeError(f"{me} has no device operation {name!r}")
         if (
             name in STREAM_ORDERED_OPS
             and not self.is_synchronous
             and not is_stream_ordered(op, default=False)
         ):
             raise AttributeError(
-                f"{type(self).__name__} has no stream-ordered device operation {name!r}: the baseline's does "
-                "not wait for the stream, so it must not stand in"
+                f"{me} has no stream-ordered device operation {name!r}: the baseline's does not wait for the "
+                "stream, so it must not stand in"
+            )
+        partner = PARTNERS.get(name)
+        if partner and self._is_replaced(partner) and not self._is_replaced(name):
+            raise AttributeError(
+                f"{me} has no device operation {name!r}: its {partner!r} is not the baseline's, which would "
+                "not hear of what it records; bring both"
             )
         return op

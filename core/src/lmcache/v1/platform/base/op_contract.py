@@ -1,7 +1,8 @@
 """The device operations as a table: names, how they are called, and which keep the order of a stream.
 
 Callers pass arguments by position. A backend's function may take more, as long as what is listed here can be
-passed. An op that is not on the torch baseline is optional: callers probe for it with ``hasattr``.
+passed. An op that is not on the torch baseline is optional: callers probe for it with ``hasattr``. Meaning,
+shapes and errors are in the docstrings of ``DeviceOps``, those of optional ops in docs/vendors/contract.md.
 """
 
 from __future__ import annotations
@@ -12,11 +13,18 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypeVar
 
 __all__ = [
+    "BASE_OPS",
     "CONTRACT_OPS",
     "CONTRACT_TYPES",
+    "FORMAT_OPS",
     "NATIVE_ABI",
     "NATIVE_ABI_NAME",
+    "NATIVE_FORMATS_NAME",
+    "NATIVE_ONLY_OPS",
+    "NATIVE_OPERANDS_NAME",
+    "OPERAND_KINDS",
     "OPS",
+    "PARTNERS",
     "STREAM_ORDERED_OPS",
     "OpShape",
     "OperandKind",
@@ -34,8 +42,16 @@ NATIVE_ABI = 1
 #: The integer by which a native module says which convention it was compiled for.
 NATIVE_ABI_NAME = "LMCACHE_NATIVE_ABI"
 
+#: The mapping by which a native module says which formats its ops serve: ``{op: (id, ...)}``.
+NATIVE_FORMATS_NAME = "LMCACHE_OP_FORMATS"
+
+#: The mapping by which a native module says what its ops are given: ``{op: ("pointers", "tensors")}``.
+NATIVE_OPERANDS_NAME = "LMCACHE_OP_OPERANDS"
+
 #: What an op is given to work on: tensors, or addresses as integers.
 OperandKind: TypeAlias = "Literal['tensors', 'pointers']"
+
+OPERAND_KINDS = ("tensors", "pointers")
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -117,6 +133,34 @@ CONTRACT_OPS = frozenset(OPS)
 #: Ops of which callers rely on stream order. Only a backend, or a baseline marked so, may serve them.
 STREAM_ORDERED_OPS = frozenset(name for name, shape in OPS.items() if shape.ordered)
 
+#: Ops for which there is no baseline: a backend has them or not, and callers probe with ``hasattr``.
+NATIVE_ONLY_OPS = frozenset(
+    [
+        "execute_object_group_transfer",
+        "execute_direct_copy_transfer",
+        "execute_cb_retrieve_plan_flat",
+        "batch_memcpy_supported",
+        "direct_copy_format_supported",
+        "pop_completed_phase_timings",
+    ]
+)
+
+#: The ops that ``DeviceOps`` has as methods.
+BASE_OPS = CONTRACT_OPS - NATIVE_ONLY_OPS
+
+#: Ops to which a caller names a KV format, as an argument or within the groups of a plan.
+FORMAT_OPS = frozenset(
+    name for name, shape in OPS.items() if {"engine_kv_format", "format", "groups"} & {*shape.required}
+)
+
+#: Ops that work through one memory: what one of them writes, only its partner of the same origin reads.
+PARTNERS = {
+    "record_completion_on_stream": "drain_recorded_completions",
+    "drain_recorded_completions": "record_completion_on_stream",
+    "record_event_on_stream": "drain_recorded_events",
+    "drain_recorded_events": "record_event_on_stream",
+}
+
 #: Names a native module may bind as types.
 CONTRACT_TYPES = frozenset(
     [
@@ -157,7 +201,7 @@ def serves(rule: Callable[[Any], str]) -> Callable[[F], F]:
 
 
 def takes(*kinds: OperandKind) -> Callable[[F], F]:
-    """Mark an op with the kinds of operands that it takes."""
+    """Mark an op with the kinds of operands that it takes; with nothing if it has no operands in memory."""
 
     def mark(function: F) -> F:
         function.takes = frozenset(kinds)  # type: ignore[attr-defined]

@@ -1,20 +1,31 @@
-"""Whole-block transfer between paged KV tensors and chunk objects.
+"""Whole-block transfer between paged KV and chunk objects.
 
-A chunk object is token-major, ``[KV, NL, slots, NH * W]``, whatever the layout of the pages. Both sides are
-viewed as ``[KV, blocks, BS, NH, W]``: the pages through the layout's canonical view, the object by splitting
-its axes. A transfer is then one strided copy per run of consecutive blocks, layer and object.
+A chunk object is token-major, ``[KV, NL, slots, NH * W]``, whatever the layout of the pages. Every structure
+of pages is first taken apart into planes, ``[NB, BS, NH, W]`` each; then blocks are copied, by plain memory
+copies on the host and by torch elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lmcache.errors import LayoutError
-from lmcache.v1.kv_layout import KVFormat, canonical_view, kv_format
-from lmcache.v1.platform.base.op_contract import stream_ordered
+from lmcache.v1.kv_layout import KVFormat
+from lmcache.v1.platform.base.op_contract import serves, stream_ordered, takes
 from lmcache.v1.platform.ops_types import PageBufferShapeDesc, TransferDirection
+from lmcache.v1.platform.torch_ops import _hostcopy, _tensorcopy
+from lmcache.v1.platform.torch_ops._paged import Paged, paged_pointers, paged_tensors
+from lmcache.v1.platform.torch_ops._paged_operands import (
+    are_pointers,
+    check_written,
+    int_dtype,
+    pointer_list,
+    same_elements,
+)
+from lmcache.v1.platform.torch_ops._spans import Span, as_ids, cut
+from lmcache.v1.platform.torch_ops.formats import served_row
+from lmcache.v1.platform.torch_ops.pointers import tensor_from_ptr
 
 if TYPE_CHECKING:
     import torch
@@ -24,30 +35,13 @@ __all__ = ["multi_layer_block_kv_transfer"]
 _OP = "multi_layer_block_kv_transfer"
 
 
-@dataclass(frozen=True)
-class _Part:
-    """One tensor's share of a layer: ``pages`` is ``[KV, NB, BS, NH, W]``, a view on the engine's memory."""
-
-    pages: torch.Tensor
-    dtype: torch.dtype
-    """Of the engine's tensor; ``pages`` itself is seen as integers."""
-    layer: int
-    kv: int
-    """First plane of the object that ``pages`` fills."""
-    column: int
-    """First element in the object's last axis that ``pages`` fills."""
-
-
-@dataclass(frozen=True)
-class _Span:
-    """The blocks of one object that take part: ids, and the position of the first in the object."""
-
-    index: int
-    first: int
-    ids: list[int]
+def _why_not(row: KVFormat) -> str:
+    return "" if row.is_block_addressable else "it has no block axis"
 
 
 @stream_ordered
+@serves(_why_not)
+@takes("tensors", "pointers")
 def multi_layer_block_kv_transfer(
     paged: Any,
     objects: Sequence[Any],
@@ -59,184 +53,135 @@ def multi_layer_block_kv_transfer(
     engine_kv_format: int,
     skip_prefix_n_blocks: int = 0,
 ) -> None:
-    """Copy whole blocks between paged KV tensors and chunk objects; see ``DeviceOps`` for the contract.
+    """Copy whole blocks between paged KV and chunk objects; see ``DeviceOps`` for the contract.
 
-    Serves every row that has a block axis, with tensors as operands; ``device`` is read off them. On a device
-    the copies are queued on the current stream.
+    Serves every row that has a block axis. Operands are either tensors, then ``device`` is read off them and
+    on a device the copies are queued on the current stream; or addresses of host memory on both sides, then
+    the geometry is what ``shape_desc`` says: one address per layer (one in all where a tensor holds all
+    layers; K of all layers, then V, for lists of K and of V; K and V in turn for pairs), and one per object
+    of ``chunk_size`` slots. With addresses and ``shape_desc.nb`` 0, nothing bounds block ids from above.
+
+    A block named twice is read twice; where blocks are written, the last one that names it wins.
+
+    Raises:
+        LayoutError: The format is not served, or tensors do not fit the row or the descriptor.
+        ValueError: ``chunk_size``, ``skip_prefix_n_blocks``, ``direction``, an address or a block id is out
+            of range, or addresses with another device than the CPU.
+        TypeError: Tensors on one side and addresses on the other, or neither.
     """
     way = TransferDirection(int(direction))
-    row = kv_format(engine_kv_format)
-    if not row.is_block_addressable:
-        raise LayoutError(f"{_OP} does not serve {row.label}: it has no block axis")
-    spans = _spans(_as_ids(block_ids), chunk_size, shape_desc.bs, skip_prefix_n_blocks, len(objects))
-    parts = _parts(paged, row)
-    _check_desc(row, parts, shape_desc)
-    _check_ids(spans, parts)
+    row = served_row(_OP, engine_kv_format, _why_not)
+    per_object = _blocks_per_object(chunk_size, shape_desc.bs, skip_prefix_n_blocks)
+    once = way is TransferDirection.H2D
+    spans = cut(_OP, as_ids(_OP, block_ids), per_object, skip_prefix_n_blocks, len(objects), once)
+    by_address = are_pointers(paged)
+    if by_address:
+        pages = _behind_pointers(paged, row, shape_desc, device)
+    else:
+        pages = paged_tensors(_OP, paged, row)
+        _check_desc(pages, shape_desc)
+    _check_ids(spans, pages.num_blocks)
     # All is checked before anything moves: a refused transfer leaves both sides as they were.
-    chunks = [_chunk_view(objects[span.index], row, shape_desc, parts[0].dtype, span) for span in spans]
-    for span, chunk in zip(spans, chunks, strict=True):
-        runs = list(_runs(span.ids))
-        for part in parts:
-            _copy(part, chunk, runs, way)
+    chunks = _chunks(objects, spans, pages, shape_desc, chunk_size)
+    if way is TransferDirection.D2H:
+        for chunk in chunks.values():
+            check_written(_OP, chunk)
+    work = [(span, chunks[span.index]) for span in spans]
+    _copy(pages, work, to_chunk=way is TransferDirection.D2H)
 
 
-def _spans(ids: list[int], chunk_size: int, block_size: int, skip: int, num_objects: int) -> list[_Span]:
-    """Cut the ids into objects and drop the skipped prefix."""
+def _copy(pages: Paged, work: list[tuple[Span, torch.Tensor]], to_chunk: bool) -> None:
+    """By memory copies where all lies on the host and blocks are runs, else by torch."""
+    on_host = _all_on_host(pages, work)
+    by_memcpy = [group for group in pages.groups if on_host and group.shape.is_run]
+    by_torch = [group for group in pages.groups if not (on_host and group.shape.is_run)]
+    if by_memcpy and work:
+        _hostcopy.copy_blocks(by_memcpy, work, to_chunk)
+    if by_torch and work:
+        _tensorcopy.copy_blocks(by_torch, work, to_chunk)
+
+
+def _all_on_host(pages: Paged, work: list[tuple[Span, torch.Tensor]]) -> bool:
+    return pages.device.type == "cpu" and all(chunk.device.type == "cpu" for _, chunk in work)
+
+
+def _blocks_per_object(chunk_size: int, block_size: int, skip: int) -> int:
     if block_size < 1 or chunk_size < 1 or chunk_size % block_size:
         raise ValueError(f"{_OP}: chunk_size={chunk_size}: expected a positive multiple of bs={block_size}")
     if skip < 0:
         raise ValueError(f"{_OP}: skip_prefix_n_blocks={skip}: expected 0 or more")
-    per_object = chunk_size // block_size
-    if len(ids) > per_object * num_objects:
-        raise ValueError(
-            f"{_OP}: {len(ids)} block ids: expected at most {per_object * num_objects} "
-            f"({num_objects} objects of {per_object} blocks)"
-        )
-    spans = []
-    for index, start in enumerate(range(0, len(ids), per_object)):
-        first = max(skip - start, 0)
-        taken = ids[start + first : start + per_object] if first < per_object else []
-        if taken:
-            spans.append(_Span(index, first, taken))
-    return spans
+    return chunk_size // block_size
 
 
-def _parts(paged: Any, row: KVFormat) -> list[_Part]:
-    """View every tensor of the structure canonically, one part per tensor and layer."""
-    if row.depth == 0 and isinstance(paged, (list, tuple)) and len(paged) == 1:
-        paged = paged[0]
-    parts: list[_Part] = []
-    columns: dict[int, int] = {}
-    for at, tensor in _leaves(paged, row, row.dims.levels, {}):
-        view = canonical_view(row, tuple(tensor.shape), tuple(tensor.stride()))
-        raw = _as_raw(tensor)
-        width = view.shape[3] * view.shape[4]
-        for step in range(view.num_layers):
-            layer = at.get("NL", step)
-            column = columns.get(layer, 0) if "NP" in row.dims.levels else 0
-            columns[layer] = column + width
-            offset = tensor.storage_offset() + step * view.layer_stride
-            pages = raw.as_strided(view.shape, view.strides, offset)
-            parts.append(_Part(pages, tensor.dtype, layer, at.get("2", 0), column))
-    if not parts:
-        raise LayoutError(f"{_OP}: {row.label}: no tensors given")
-    if len({part.dtype for part in parts}) > 1:
-        raise LayoutError(f"{_OP}: {row.label}: tensors differ in dtype")
-    return parts
-
-
-def _leaves(
-    node: Any, row: KVFormat, levels: tuple[str, ...], at: dict[str, int]
-) -> Iterator[tuple[dict[str, int], torch.Tensor]]:
-    """Walk the nesting that the row declares; yield each tensor with its position per level."""
-    if not levels:
-        if not hasattr(node, "as_strided"):
-            raise TypeError(f"{_OP}: {row.label}: expected a tensor of {row.dims}, got {type(node).__name__}")
-        yield at, node
-        return
-    if not isinstance(node, (list, tuple)):
-        raise TypeError(f"{_OP}: {row.label}: expected {row.dims}, got {type(node).__name__} for {levels[0]}")
-    if levels[0] == "2" and len(node) != 2:
-        raise LayoutError(f"{_OP}: {row.label}: expected K and V, got {len(node)} entries")
-    for index, child in enumerate(node):
-        yield from _leaves(child, row, levels[1:], {**at, levels[0]: index})
-
-
-def _as_raw(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers of the same size: copies then serve types that torch cannot index."""
+def _behind_pointers(paged: Any, row: KVFormat, desc: PageBufferShapeDesc, device: Any) -> Paged:
     import torch
 
-    same_size = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    size = tensor.element_size()
-    if size not in same_size:
-        raise LayoutError(f"{_OP}: elements of {size} bytes ({tensor.dtype}) are not supported")
-    return tensor.view(same_size[size])
+    if torch.device(device).type != "cpu":
+        raise ValueError(f"{_OP}: device {device}: the baseline takes addresses of host memory only")
+    return paged_pointers(_OP, paged, row, desc)
 
 
-def _same_elements(one: torch.dtype, other: torch.dtype) -> bool:
-    """Equal, or bytes on one side: an engine may keep 8-bit floats as plain bytes."""
-    import torch
-
-    return one == other or (torch.uint8 in (one, other) and one.itemsize == other.itemsize)
-
-
-def _check_desc(row: KVFormat, parts: list[_Part], desc: PageBufferShapeDesc) -> None:
+def _check_desc(pages: Paged, desc: PageBufferShapeDesc) -> None:
     """Tensors and descriptor must tell one story; a kernel that trusts the latter would go astray."""
-    shape = parts[0].pages.shape
-    layers = {part.layer for part in parts}
-    columns = {part.layer: part.column + part.pages.shape[3] * part.pages.shape[4] for part in parts}
-    heads = 1 if row.is_mla else shape[3]
-    found = {
+    row = pages.row
+    widths = pages.widths()
+    shapes = {group.shape for group in pages.groups}
+    heads = {1} if row.is_mla else {shape.sizes[2] for shape in shapes}
+    found: dict[str, set[Any]] = {
         "kv_size": {row.kv_size},
-        "nl": {len(layers)},
-        "nb": {part.pages.shape[1] for part in parts},
-        "bs": {part.pages.shape[2] for part in parts},
-        "nh": {1 if row.is_mla else part.pages.shape[3] for part in parts},
-        "hs": {width // heads for width in columns.values()},
-        "element_size": {part.pages.element_size() for part in parts},
+        "nl": {len(widths)},
+        "nb": {pages.num_blocks},
+        "bs": {shape.sizes[1] for shape in shapes},
+        "nh": heads,
+        "hs": {width // max(1, min(heads)) for width in widths.values()},
+        "element_size": {pages.itemsize},
     }
+    if pages.num_blocks != 1:  # the stride of an axis of size one says nothing
+        found["block_stride_elems"] = {shape.strides[0] for shape in shapes}
     for name, values in found.items():
         said = getattr(desc, name)
-        if values != {said} and not (name == "nb" and said == 0 and len(values) == 1):
+        if values != {said} and not (said == 0 and name in ("nb", "block_stride_elems")):
             listed = ", ".join(str(value) for value in sorted(values))
             raise LayoutError(f"{_OP}: {row.label}: shape_desc.{name}={said}: the tensors have {listed}")
 
 
-def _check_ids(spans: list[_Span], parts: list[_Part]) -> None:
-    num_blocks = parts[0].pages.shape[1]
+def _check_ids(spans: list[Span], num_blocks: int | None) -> None:
     for span in spans:
-        if min(span.ids) < 0 or max(span.ids) >= num_blocks:
-            bad = next(i for i in span.ids if not 0 <= i < num_blocks)
-            raise ValueError(f"{_OP}: block id {bad}: expected 0 to {num_blocks - 1}")
+        if min(span.ids) < 0 or (num_blocks is not None and max(span.ids) >= num_blocks):
+            bad = next(i for i in span.ids if i < 0 or (num_blocks is not None and i >= num_blocks))
+            bound = "0 or more" if num_blocks is None else f"0 to {num_blocks - 1}"
+            raise ValueError(f"{_OP}: block id {bad}: expected {bound}")
 
 
-def _chunk_view(
-    obj: Any, row: KVFormat, desc: PageBufferShapeDesc, dtype: torch.dtype, span: _Span
-) -> torch.Tensor:
-    """The blocks of ``span`` in an object, as ``[KV, NL, n, BS, NH * W]``."""
+def _chunks(
+    objects: Sequence[Any], spans: list[Span], pages: Paged, desc: PageBufferShapeDesc, chunk_size: int
+) -> dict[int, torch.Tensor]:
+    """The objects that take part, as integers: ``[KV, NL, slots, NH * W]``."""
+    stops = {span.index: (span.first + len(span.ids)) * desc.bs for span in spans}
+    if pages.dtype is not None:
+        return {index: _chunk(objects[index], index, pages, desc, stop) for index, stop in stops.items()}
+    if not are_pointers(objects) and len(objects):
+        raise TypeError(f"{_OP}: objects: expected addresses as pages are, got {type(objects[0]).__name__}")
+    addresses = pointer_list(objects)
+    shape = (desc.kv_size, desc.nl, chunk_size, desc.nh * desc.hs)
+    dtype = int_dtype(_OP, desc.element_size)
+    return {index: tensor_from_ptr(addresses[index], shape, dtype, "cpu") for index in stops}
+
+
+def _chunk(obj: Any, index: int, pages: Paged, desc: PageBufferShapeDesc, stop: int) -> torch.Tensor:
     if not hasattr(obj, "as_strided"):
         raise TypeError(f"{_OP}: objects: expected tensors, got {type(obj).__name__}")
-    whole = _as_raw(obj)
-    if whole.dim() == 3 and row.kv_size == 1:
-        whole = whole.unsqueeze(0)
-    start, stop = span.first * desc.bs, (span.first + len(span.ids)) * desc.bs
-    hidden = desc.nh * desc.hs
+    whole = obj.unsqueeze(0) if obj.dim() == 3 and pages.row.kv_size == 1 else obj
+    shape = (pages.row.kv_size, desc.nl, desc.nh * desc.hs)
     fits = (
         whole.dim() == 4
-        and _same_elements(obj.dtype, dtype)
-        and (whole.shape[0], whole.shape[1], whole.shape[3]) == (row.kv_size, desc.nl, hidden)
+        and same_elements(obj.dtype, pages.dtype)
+        and (whole.shape[0], whole.shape[1], whole.shape[3]) == shape
         and whole.shape[2] >= stop
     )
     if not fits:
         raise LayoutError(
-            f"{_OP}: {row.label}: object {span.index} is {tuple(obj.shape)} of {obj.dtype}: expected "
-            f"({row.kv_size}, {desc.nl}, {stop} or more, {hidden}) of {dtype}"
+            f"{_OP}: {pages.row.label}: object {index} is {tuple(obj.shape)} of {obj.dtype}: expected "
+            f"({shape[0]}, {shape[1]}, {stop} or more, {shape[2]}) of {pages.dtype}"
         )
-    return whole.narrow(2, start, stop - start).view(row.kv_size, desc.nl, len(span.ids), desc.bs, hidden)
-
-
-def _copy(part: _Part, chunk: torch.Tensor, runs: list[tuple[int, int, int]], way: TransferDirection) -> None:
-    """Move one part of one object, one copy per run of consecutive blocks."""
-    planes, _, _, heads, width = part.pages.shape
-    mine = chunk[part.kv : part.kv + planes, part.layer]
-    mine = mine.narrow(-1, part.column, heads * width).view(*mine.shape[:-1], heads, width)
-    for position, block, count in runs:
-        pages, slots = part.pages.narrow(1, block, count), mine.narrow(1, position, count)
-        if way is TransferDirection.D2H:
-            slots.copy_(pages)
-        else:
-            pages.copy_(slots)
-
-
-def _runs(ids: list[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield (position of the first, first id, length) of each run of consecutive ids."""
-    start = 0
-    for at in range(1, len(ids) + 1):
-        if at == len(ids) or ids[at] != ids[at - 1] + 1:
-            yield start, ids[start], at - start
-            start = at
-
-
-def _as_ids(block_ids: Any) -> list[int]:
-    ids = block_ids.tolist() if hasattr(block_ids, "tolist") else list(block_ids)
-    return [int(i) for i in ids]
+    return whole.view(int_dtype(_OP, pages.itemsize))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
+
+from lmcache.v1.platform.base.op_contract import takes
 
 if TYPE_CHECKING:
     import torch
@@ -13,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["tensor_from_ptr"]
 
 
+@takes("pointers")
 def tensor_from_ptr(ptr: int, shape: Sequence[int], dtype: torch.dtype, device: Any) -> torch.Tensor:
     """View host memory as a tight tensor. It owns nothing: the memory must outlive it.
 
@@ -23,7 +27,7 @@ def tensor_from_ptr(ptr: int, shape: Sequence[int], dtype: torch.dtype, device: 
         device: Must be the CPU; other devices bring an op of their own.
 
     Raises:
-        ValueError: Another device, no address, or a negative size.
+        ValueError: Another device, no address, a negative size, or more than there are addresses.
     """
     import torch
 
@@ -35,7 +39,9 @@ def tensor_from_ptr(ptr: int, shape: Sequence[int], dtype: torch.dtype, device: 
     nbytes = prod(shape) * dtype.itemsize
     if nbytes == 0:
         return torch.empty(tuple(shape), dtype=dtype)
-    if ptr <= 0:
-        raise ValueError(f"tensor_from_ptr: address {ptr}: expected a positive integer")
+    if not 0 < ptr <= (1 << 64) - nbytes or nbytes > sys.maxsize:
+        raise ValueError(
+            f"tensor_from_ptr: {nbytes} bytes at address {ptr}: expected a positive address of memory"
+        )
     memory = (ctypes.c_uint8 * nbytes).from_address(ptr)
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(tuple(shape))
