@@ -12,10 +12,13 @@ first access (PEP 562), so a broken device wheel or a misspelt variable can hurt
     The ``DeviceOps`` of the selected backend. Raises DeviceError without torch.
 ``__version__``
     Version of the installed distribution, ``"0+unknown"`` when run from a source tree.
+
+``get_include()`` and ``get_cmake_dir()`` say where the vendor SDK lies.
 """
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -26,7 +29,24 @@ if TYPE_CHECKING:
     torch_device_type: str
     device_ops: DeviceOps
 
-__all__ = ["__version__", "device_ops", "torch_dev", "torch_device_type"]
+__all__ = [
+    "__version__",
+    "device_ops",
+    "get_cmake_dir",
+    "get_include",
+    "torch_dev",
+    "torch_device_type",
+]
+
+
+def get_include() -> str:
+    """The folder to give to a compiler for ``#include <lmcache/abi.h>`` and the SDK's other headers."""
+    return os.path.join(os.path.dirname(os.path.abspath(__file__)), "include")
+
+
+def get_cmake_dir() -> str:
+    """The folder of ``lmcacheConfig.cmake``, for CMake's ``lmcache_DIR``."""
+    return os.path.join(os.path.dirname(os.path.abspath(__file__)), "cmake")
 
 
 def _version() -> str:
