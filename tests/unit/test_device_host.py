@@ -475,11 +475,12 @@ def test_wrappers_and_event_backends_come_from_the_spec_of_the_device_type(insta
     install(
         candidate(backend("foo", ipc_wrapper_cls=Wrapper, event_ipc_backend="events")),
         candidate(backend("bar", "bar", ipc_wrapper_cls=property(lambda self: 1 / 0))),
+        candidate(backend("bare", "bare")),
     )
     assert platform.resolve_kv_wrapper_factory("foo")(3) == ("wrapped", 3)
     assert platform.get_event_ipc_backend("foo:1") == "events"
     assert platform.get_event_ipc_backend(0) == "events"
-    for device_type in ("cpu", "nope"):
+    for device_type in ("bare", "nope"):
         with pytest.raises(
             ConfigError, match=r"no KV-cache wrapper factory is registered.*use engine_driven"
         ):

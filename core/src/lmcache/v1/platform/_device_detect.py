@@ -15,7 +15,7 @@ from lmcache.errors import ConfigError, DeviceError
 from lmcache.v1.platform._admission import DiscoveryRunning
 from lmcache.v1.platform._records import PluginRecord, describe
 from lmcache.v1.platform._registry import Registry, discover
-from lmcache.v1.platform._selection import Selection, import_torch, select, spec_for_type
+from lmcache.v1.platform._selection import Selection, import_torch, select, spec_for_type, spec_named
 from lmcache.v1.platform.base.binding import NativeAbiError
 from lmcache.v1.platform.base.device_ops import DeviceOps
 from lmcache.v1.platform.base.device_spec import DeviceSpec
@@ -29,6 +29,7 @@ __all__ = [
     "reset",
     "resolve_device_ops",
     "resolve_kv_wrapper_factory",
+    "resolve_wrapper_cls",
     "selected",
     "synchronize_device",
 ]
@@ -178,6 +179,20 @@ def resolve_kv_wrapper_factory(device_type: str) -> Callable[[Any], Any]:
         )
     factory: Callable[[Any], Any] = getattr(cls, "wrap", cls)
     return factory
+
+
+def resolve_wrapper_cls(backend: str) -> type[Any]:
+    """The IPC wrapper class of the backend that a descriptor names, from this process's own backends.
+
+    Raises:
+        DeviceError: No backend of that name can be used here, or it has no wrapper.
+    """
+    with _HOST.registry() as found:
+        spec = spec_named(found, backend)
+    cls: type[Any] | None = _call(spec, "ipc_wrapper_cls", lambda: spec.ipc_wrapper_cls)
+    if cls is None:
+        raise DeviceError(f"device backend {backend!r}: it has no IPC wrapper; use engine_driven")
+    return cls
 
 
 def get_event_ipc_backend(device: Any) -> EventIPCBackend:

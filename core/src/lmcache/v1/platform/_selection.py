@@ -19,7 +19,15 @@ from lmcache.v1.platform._records import BUILT_IN, PluginRecord, State
 from lmcache.v1.platform._registry import BACKEND_VARIABLE, HOST_TYPE, TYPE_VARIABLE, Registry, variable
 from lmcache.v1.platform.base.device_spec import DeviceSpec
 
-__all__ = ["BACKEND_VARIABLE", "TYPE_VARIABLE", "Selection", "import_torch", "select", "spec_for_type"]
+__all__ = [
+    "BACKEND_VARIABLE",
+    "TYPE_VARIABLE",
+    "Selection",
+    "import_torch",
+    "select",
+    "spec_for_type",
+    "spec_named",
+]
 
 logger = init_logger(__name__)
 
@@ -174,6 +182,22 @@ def spec_for_type(found: Registry, device_type: str) -> DeviceSpec:
     # Nor does an external wheel take a type from a built-in backend, by making it ambiguous.
     built_in = [r for r in usable if r.origin == BUILT_IN]
     return found.specs[_only(chosen or built_in or usable or candidates, f"device type {device_type!r}").name]
+
+
+def spec_named(found: Registry, backend: str) -> DeviceSpec:
+    """The spec of a backend that can be used here now, by its name; no other plugin is imported for it.
+
+    Raises:
+        DeviceError: There is none of that name, or it cannot be used here; says why and what to do.
+    """
+    asked = f"device backend {backend!r}"
+    found.load(backend)
+    record = next((r for r in found.named(backend) if r.spec is not None), None)
+    if record is None:
+        raise DeviceError(f"{asked}: {_absent(found, backend)}")
+    if record.state is not State.SELECTED and not found.probe(record, import_torch()):
+        raise DeviceError(f"{asked}: {_reason(record)}")
+    return found.specs[record.name]
 
 
 def _only(records: list[PluginRecord], asked: str) -> PluginRecord:

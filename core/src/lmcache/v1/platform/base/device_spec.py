@@ -27,6 +27,7 @@ logger = init_logger(__name__)
 PLUGIN_API = (1, 0)
 
 _OPS_LOCK = threading.RLock()
+_COMPLETION = "record_completion_on_stream"
 
 
 class MPTransferMode(str, Enum):
@@ -132,10 +133,16 @@ class DeviceSpec:
         raise NotImplementedError(f"device {self.device_type!r} ({type(self).__name__}) has no cache context")
 
     def missing_for_lmcache_driven(self) -> tuple[str, ...]:
-        """Members that lmcache-driven mode needs and this spec lacks; empty means the mode can be offered."""
+        """What lmcache-driven mode needs and this spec lacks; empty means the mode can be offered.
+
+        Names of members, and ``record_completion_on_stream`` where the ops have no stream-ordered one. Makes the
+        ops, as any use of the device does.
+        """
         missing = [name for name in ("ipc_wrapper_cls", "event_ipc_backend") if not self._has(name)]
         if not _overrides(self, "create_cache_context"):
             missing.append("create_cache_context")
+        if not self._ops_have(_COMPLETION):
+            missing.append(_COMPLETION)
         return tuple(missing)
 
     # Two releases of the guide spell this predicate differently. A plugin overrides one of them, a caller
@@ -251,6 +258,14 @@ class DeviceSpec:
             return getattr(self, name) is not None
         except Exception as exc:
             logger.warning("%s.%s failed: %s: %s", type(self).__name__, name, type(exc).__name__, exc)
+            return False
+
+    def _ops_have(self, op: str) -> bool:
+        """Whether there is such an op; ops that cannot be made have none, and that is logged."""
+        try:
+            return hasattr(self.get_ops(), op)
+        except Exception as exc:
+            logger.warning("%s.get_ops() failed: %s: %s", type(self).__name__, type(exc).__name__, exc)
             return False
 
     def _pin_backend(self) -> Any:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from lmcache.v1.platform.base.ipc_wire import TensorMeta
 
 __all__ = ["DeviceIPCWrapper"]
 
@@ -14,10 +17,17 @@ class DeviceIPCWrapper(ABC):
 
     The exporting process calls :meth:`wrap` and :meth:`to_wire`; the importing one :meth:`from_wire`, which
     must open nothing, and then :meth:`to_tensor`. Memory that was imported is not exported again.
+
+    Two wrappers are equal if they are of exactly one class and describe the same. As a context manager a
+    wrapper is closed at the end.
     """
 
     device_type: ClassVar[str] = ""
     wire_version: ClassVar[int] = 1
+
+    planes: tuple[TensorMeta, ...] = ()
+    """What :meth:`to_tensor` gives, plane by plane. A wrapper that sets it (``TensorMeta.of`` when it wraps,
+    ``ipc_wire.convert`` when it comes from the wire) has it compared with the descriptor it came in."""
 
     @classmethod
     @abstractmethod
@@ -44,3 +54,17 @@ class DeviceIPCWrapper(ABC):
     def close(self) -> None:
         """Unmap what :meth:`to_tensor` mapped. May be called more than once."""
         return None
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        return bool(self.to_wire() == other.to_wire())
+
+    def __hash__(self) -> int:
+        return hash(type(self))  # a descriptor may hold lists
+
+    def __enter__(self) -> DeviceIPCWrapper:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()

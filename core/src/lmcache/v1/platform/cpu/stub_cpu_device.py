@@ -1,20 +1,30 @@
 """A stand-in for ``torch.<device>`` on hosts without an accelerator.
 
 It has the part of a torch device module that device-neutral code uses. Work on the CPU is done when a call
-returns, so streams are empty, events are complete, and waiting is a no-op. ``is_available()`` is False:
-code that wants an accelerator must not mistake this for one.
+returns, so the stub's streams are empty and an event recorded on one is complete. Events know the streams
+that do hold work, too (``CpuStream``, or anything with ``launch_host_func``). ``is_available()`` is False: code
+that wants an accelerator must not mistake this for one.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["STUB_CPU_DEVICE", "StubCPUDevice", "StubDeviceProperties", "StubEvent", "StubStream"]
+__all__ = [
+    "STUB_CPU_DEVICE",
+    "StubCPUDevice",
+    "StubDeviceProperties",
+    "StubEvent",
+    "StubStream",
+    "enqueue",
+]
 
+_DEADLINE = 30.0
 _UUID = "00000000-0000-0000-0000-000000000000"
 _IPC_HANDLE = b"lmcache-stub-cpu-event"
 
@@ -31,26 +41,50 @@ class StubDeviceProperties:
     multi_processor_count: int = 0
 
 
+def enqueue(stream: Any, callback: Callable[[Any], Any]) -> None:
+    """Call ``callback(None)`` when ``stream`` gets there: at once where it is not one that holds work."""
+    launch = getattr(stream, "launch_host_func", None)
+    if launch is None:
+        callback(None)
+    else:
+        launch(callback, None)
+
+
 class StubEvent:
-    """An event that is complete as soon as it is recorded."""
+    """An event for use inside this process; ``CpuEventIPCBackend`` has those that order processes.
+
+    Complete as long as it was not recorded, and then when the stream of its last record gets there.
+    """
 
     def __init__(
         self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
     ) -> None:
         self._timed = enable_timing
         self._at = 0.0
+        self._reached: threading.Event | None = None
 
     def record(self, stream: Any = None) -> None:
-        self._at = time.perf_counter()
+        self._reached = reached = threading.Event()
 
-    def wait(self, stream: Any = None) -> None:
-        return None
+        def arrive(_: object) -> None:
+            self._at = time.perf_counter()
+            reached.set()
+
+        enqueue(stream, arrive)
+
+    def wait(self, stream: Any = None, timeout: float = _DEADLINE) -> None:
+        """Let later work on ``stream`` wait. On a stream that holds no work this blocks the host."""
+        reached = self._reached
+        if reached is not None and not reached.is_set():
+            enqueue(stream, lambda _: _wait(reached, timeout))
 
     def query(self) -> bool:
-        return True
+        return self._reached is None or self._reached.is_set()
 
-    def synchronize(self) -> None:
-        return None
+    def synchronize(self, timeout: float = _DEADLINE) -> None:
+        """Block the host until complete; TimeoutError after ``timeout`` seconds."""
+        if self._reached is not None:
+            _wait(self._reached, timeout)
 
     def elapsed_time(self, end_event: StubEvent) -> float:
         """Milliseconds from this event's record to the other's; both need ``enable_timing``."""
@@ -59,7 +93,9 @@ class StubEvent:
         return (end_event._at - self._at) * 1e3
 
     def ipc_handle(self) -> bytes:
-        """Constant bytes: nothing is pending, so there is nothing to name."""
+        """Constant bytes, which stand for a complete event; RuntimeError while this one is not."""
+        if not self.query():
+            raise RuntimeError("an event of the CPU stub that is not complete cannot go to another process")
         return _IPC_HANDLE
 
     @classmethod
@@ -67,6 +103,11 @@ class StubEvent:
         if handle != _IPC_HANDLE:
             raise ValueError(f"not an event handle of the CPU stub: {handle[:32]!r}")
         return cls(interprocess=True)
+
+
+def _wait(reached: threading.Event, timeout: float) -> None:
+    if not reached.wait(timeout):
+        raise TimeoutError(f"event of the CPU stub: not complete after {timeout:g} s")
 
 
 class StubStream:
@@ -86,10 +127,12 @@ class StubStream:
         return True
 
     def wait_event(self, event: Any) -> None:
-        return None
+        """Block the host until ``event`` is complete: there is no queue to put the wait into."""
+        event.wait(self)
 
     def wait_stream(self, stream: Any) -> None:
-        return None
+        """Block the host until what is on ``stream`` now is done."""
+        self.wait_event(stream.record_event())
 
     def record_event(self, event: Any = None) -> Any:
         event = StubEvent() if event is None else event
