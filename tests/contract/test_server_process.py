@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import resource
@@ -21,8 +22,10 @@ import zmq
 
 from helpers.server import (
     CALL_SECONDS,
+    ZMTP_HEADER,
     RunningServer,
     Worker,
+    arrived,
     channel_to,
     hello,
     mapped,
@@ -73,6 +76,17 @@ def segment(name: str) -> Path:
 
 # ---- refusing to start
 
+WITHOUT_TORCH = [
+    (
+        2,
+        "--supported-transfer-mode",
+        "lmcache_driven",
+        "--supported-transfer-mode lmcache_driven: needs torch",
+    )
+]
+WITHOUT_TORCH = [] if importlib.util.find_spec("torch") else WITHOUT_TORCH
+"""Where torch is, that starts a server."""
+
 BAD = [
     (2, "--port", "99999", "--port 99999: expected 0..65535"),
     (2, "--port", "-1", "--port -1: expected 0..65535"),
@@ -97,7 +111,7 @@ BAD = [
         "warp",
         "--supported-transfer-mode='warp': expected one of auto, engine_driven",
     ),
-    (2, "--supported-transfer-mode", "lmcache_driven", "use engine_driven or auto"),
+    *WITHOUT_TORCH,
     (2, "--shm", "maybe", "--shm 'maybe': expected one of auto, off"),
     (2, "--shm", "off", "--shm off: contradicts --shm-name or --shm-socket"),
     (2, "--shm-name", "a/b", "--shm-name 'a/b': expected 1 to 64 of the characters"),
@@ -302,22 +316,12 @@ def test_a_request_that_has_arrived_is_answered_before_the_end() -> None:
         hello(channel)
         stop_process(running.process.pid)
         futures = [channel.submit(m.Status(), CALL_SECONDS) for _ in range(16)]
-        frames = 2 * _ZMTP_HEADER + 8 + len(m.encode(m.Status()))
-        wait_for(lambda: arrived(running) >= 16 * frames, what="all requests in the server's socket")
+        frames = 2 * ZMTP_HEADER + 8 + len(m.encode(m.Status()))
+        wait_for(lambda: arrived(running.port) >= 16 * frames, what="all requests in the server's socket")
         running.process.send_signal(signal.SIGTERM)
         running.process.send_signal(signal.SIGCONT)
         assert all(isinstance(future.result()[0], m.State) for future in futures)
         assert running.process.wait(20) == 0
-
-
-_ZMTP_HEADER = 2  # bytes before a frame of fewer than 256
-
-
-def arrived(running: RunningServer) -> int:
-    """Bytes that wait to be read on the request port's connections."""
-    local = f":{running.port:04X}"
-    rows = (line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:])
-    return sum(int(row[4].split(":")[1], 16) for row in rows if row[1].endswith(local) and row[3] == "01")
 
 
 # ---- several servers on one host

@@ -1,7 +1,9 @@
 """A real vLLM, GQA model, float32, greedy: cached tokens equal uncached tokens, stored pages equal the engine's.
 
-``warm`` is the engine under test, on a server of its own; ``plain`` is the same vLLM without any connector.
-Tests of a module share engines and run in order; each uses prompts of its own seed.
+``warm`` is the engine under test, on a server of its own, in each way that pages can travel: ``shared_memory`` and
+``frames`` by transfer mode auto, which is engine_driven on the CPU, and ``device``, lmcache_driven. ``plain`` is
+the same vLLM without any connector. Tests of a module share engines and run in
+order; each uses prompts of its own seed.
 """
 
 from __future__ import annotations
@@ -45,20 +47,24 @@ def reference(
         yield Reference(process)
 
 
-@pytest.fixture(scope="module", params=["shared_memory", "frames"])
+@pytest.fixture(scope="module", params=["shared_memory", "frames", "device"])
 def setup(
     request: pytest.FixtureRequest,
     reference: Reference,
     model_dir: Callable[[str], Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[Server, EngineProcess]]:
-    shm = "require" if request.param == "shared_memory" else "off"
+    extra = {
+        "shared_memory": {"lmcache.mp.shm": "require", "lmcache.mp.mp_transfer_mode": "auto"},
+        "frames": {"lmcache.mp.shm": "off"},
+        "device": {"lmcache.mp.mp_transfer_mode": "lmcache_driven"},
+    }[request.param]
     log = tmp_path_factory.mktemp("warm") / "log"
     with (
         Server() as server,
-        engine(model_dir("gqa"), log, connector(server.port, **{"lmcache.mp.shm": shm})) as process,
+        engine(model_dir("gqa"), log, connector(server.port, **extra)) as process,
     ):
-        assert process.worker("transfer_path") == request.param
+        until(lambda: process.worker("transfer_path") == request.param, 30, "the worker's session")
         process.worker("spy")
         yield server, process
 
@@ -150,7 +156,7 @@ def test_a_server_restart_costs_only_the_hits_and_they_come_back(
         assert got == truth
         return cached == [expected_hit(1300)]
 
-    until(hit, 10, "hits after the server's return")
+    until(hit, 30, "hits after the server's return")  # it imports torch first, to map the engine's memory
 
 
 def test_output_depends_on_the_cached_pages(

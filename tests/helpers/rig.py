@@ -19,11 +19,12 @@ from helpers.pages import PageMemory, layout
 from helpers.server import wait_for
 from lmcache.v1.keys import Scope, chunk_hashes
 from lmcache.v1.multiprocess.client import CacheClient, ClientOptions
-from lmcache.v1.multiprocess.transfer_context import worker_transfer
+from lmcache.v1.multiprocess.transfer_context import engine_driven
 from lmcache.v1.multiprocess.transfer_context.worker_transfer import (
-    EngineDrivenTransferContext,
+    LMCacheDrivenTransferContext,
     LoadItem,
     StoreItem,
+    create_transfer_context,
 )
 from lmcache.v1.protocol import messages as m
 from lmcache.v1.protocol.channel import expect
@@ -39,6 +40,8 @@ class Rig:
     Args:
         only: the one rank whose worker lives here; None: all.
         quick: short time limits.
+        mode: the transfer mode; but for engine_driven the pages are torch tensors.
+        limits: of ClientOptions, over those.
         fields: of the namespaces, besides what tells groups and ranks apart.
     """
 
@@ -56,10 +59,11 @@ class Rig:
         shm: str = "auto",
         quick: bool = False,
         wait: float = 10.0,
+        mode: str = "engine_driven",
+        limits: dict[str, float] | None = None,
         **fields: Any,
     ) -> None:
-        limits = QUICK if quick else {}
-        options = ClientOptions(shm=shm, **limits)
+        options = ClientOptions(shm=shm, **((QUICK if quick else {}) | (limits or {})))
         mine = range(ranks) if only is None else [only]
         fields = {"block_size": BLOCK, "page_bytes": (256, 384)} | fields
         self.memories = {
@@ -69,14 +73,15 @@ class Rig:
                     num_blocks,
                     pad,
                     NULL_BLOCK,
+                    tensors=mode != "engine_driven",
                 )
                 for group in range(groups)
             ]
             for rank in mine
         }
         self.workers = {
-            rank: EngineDrivenTransferContext(
-                address, engine, [memory.pages for memory in memories], rank, ranks, options
+            rank: create_transfer_context(
+                mode, address, engine, [memory.pages for memory in memories], rank, ranks, options
             )
             for rank, memories in self.memories.items()
         }
@@ -240,6 +245,9 @@ class RigProcess:
             env={**os.environ, "PYTHONPATH": path},
         )
         self.errors = ""
+        self._start(address, engine, uid, settings)
+
+    def _start(self, address: str, engine: str, uid: int | None, settings: dict[str, Any]) -> None:
         self.send({"uid": uid, "rig": [address, engine], "settings": settings})
         self.receive()
 
@@ -263,13 +271,17 @@ class RigProcess:
 
     def pause_at_copy(self, method: str, *arguments: Any, **keywords: Any) -> None:
         """Call a method of the rig and return when it is about to copy pages; :meth:`go_on` lets it."""
-        self.send({"pause": True})
+        self.pause_at("copy", method, *arguments, **keywords)
+
+    def pause_at(self, point: str, method: str, *arguments: Any, **keywords: Any) -> None:
+        """Call a method of the rig and return when it comes to ``point`` of ``POINTS``; :meth:`go_on` lets it."""
+        self.send({"pause": point})
         self.receive()
         self.begin(method, *arguments, **keywords)
-        assert self.receive() == "about to copy"
+        assert self.receive() == f"at {point}"
 
     def go_on(self) -> Any:
-        """Let the copy go on; the result of the call that it belongs to."""
+        """Let it go on; the result of the call that it belongs to."""
         self.send({"go": "on"})
         return self.receive()
 
@@ -301,23 +313,38 @@ class RigProcess:
         return answer["result"]
 
 
+#: Where a rig can be held up: before a page is copied by the worker, before it asks a server to move pages,
+#: between the server's answer to a store and the commit.
+POINTS: dict[str, tuple[Any, str]] = {
+    "copy": (engine_driven, "copy_pages"),
+    "ask": (LMCacheDrivenTransferContext, "_recorded"),
+    "answer": (LMCacheDrivenTransferContext, "_wait"),
+}
+
+
 def main() -> None:
     """The process: one JSON object per line in, one out."""
-    pausing = False
-    copy = worker_transfer.copy_pages
+    pausing = ""
 
     def reply(**answer: Any) -> None:
         print(json.dumps(answer), flush=True)
 
-    def copy_when_told(*arguments: Any) -> None:
-        nonlocal pausing
-        if pausing:
-            pausing = False
-            reply(result="about to copy")
-            sys.stdin.readline()
-        copy(*arguments)
+    def hold_up(point: str) -> None:
+        owner, name = POINTS[point]
+        original = getattr(owner, name)
 
-    worker_transfer.copy_pages = copy_when_told
+        def when_told(*arguments: Any) -> Any:
+            nonlocal pausing
+            if pausing == point:
+                pausing = ""
+                reply(result=f"at {point}")
+                sys.stdin.readline()
+            return original(*arguments)
+
+        setattr(owner, name, when_told)
+
+    for point in POINTS:
+        hold_up(point)
     start = json.loads(sys.stdin.readline())
     assert lmcache.__version__
     if start["uid"] is not None:
@@ -329,7 +356,7 @@ def main() -> None:
     for line in sys.stdin:
         message = json.loads(line)
         if "pause" in message:
-            pausing = True
+            pausing = message["pause"]
             reply(result=None)
             continue
         try:

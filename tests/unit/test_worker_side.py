@@ -21,6 +21,7 @@ from lmcache.v1.multiprocess.transfer_context.worker_transfer import (
     StoreItem,
     create_transfer_context,
 )
+from lmcache.v1.platform.cpu import CpuDeviceSpec
 from lmcache.v1.protocol import messages as m
 from lmcache.v1.protocol.channel import Unavailable
 
@@ -218,18 +219,18 @@ def test_memory_that_was_given_to_another_object_is_never_loaded(server: LocalSe
 def test_memory_that_is_taken_back_during_the_copy_is_noticed(
     server: LocalServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lmcache.v1.multiprocess.transfer_context import worker_transfer
+    from lmcache.v1.multiprocess.transfer_context import engine_driven
 
     rank = Rank(server)
     rank.store(A)
     item = Lookups(server).load([B])
-    copy = worker_transfer.copy_pages
+    copy = engine_driven.copy_pages
 
     def copy_while_it_changes(*arguments: Any) -> None:
         server.take_back()
         copy(*arguments)
 
-    monkeypatch.setattr(worker_transfer, "copy_pages", copy_while_it_changes)
+    monkeypatch.setattr(engine_driven, "copy_pages", copy_while_it_changes)
     rank.side.load(plan(item))
     assert rank.side.take_result().bad_blocks == set(B)
 
@@ -413,8 +414,16 @@ def test_engine_driven_is_what_there_is(mode: str) -> None:
     assert context.path == "down"
 
 
-def test_a_mode_that_cannot_be_delivered_is_an_error_and_never_another_mode() -> None:
-    with pytest.raises(ValueError, match="lmcache_driven: required platform capability checks failed"):
+def test_a_mode_that_cannot_be_delivered_is_an_error_and_never_another_mode(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(CpuDeviceSpec, "event_ipc_backend", None)
+    pages = [PageMemory(layout(), 4).pages]
+    with pytest.raises(
+        ValueError, match="lmcache_driven: required platform capability checks failed for cpu: event"
+    ):
+        create_transfer_context("lmcache_driven", "tcp://127.0.0.1:1", "engine", pages)
+    with pytest.raises(ValueError, match="expected one device"):
         create_transfer_context("lmcache_driven", "tcp://127.0.0.1:1", "engine", [])
 
 

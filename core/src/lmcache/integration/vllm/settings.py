@@ -74,8 +74,8 @@ _REFUSED = {
     "lazy_offload": "chunks are stored as soon as they are computed",
     "autostart": "start `lmcache server` yourself",
     "transfer_intermediate_tensors": "not supported",
-    "isolated_ipc": "only for transfer mode lmcache_driven, which this version does not have",
-    "use_vmm_api": "only for transfer mode lmcache_driven, which this version does not have",
+    "isolated_ipc": "how memory is exported is the device plugin's own affair",
+    "use_vmm_api": "how memory is exported is the device plugin's own affair",
     "hash_algorithm": "keys are always BLAKE3",
 }
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from lmcache.integration.vllm.scheduler_side import StepPlan
 from lmcache.logging import init_logger
-from lmcache.v1.multiprocess.transfer_context.worker_transfer import EngineDrivenTransferContext, LoadItem
+from lmcache.v1.multiprocess.transfer_context.worker_transfer import LoadItem, PagesUnsafe, TransferContext
 
 logger = init_logger(__name__)
 
@@ -28,7 +28,7 @@ class WorkerSide:
         rank: which of a load's slots are ours.
     """
 
-    def __init__(self, context: EngineDrivenTransferContext, rank: int) -> None:
+    def __init__(self, context: TransferContext, rank: int) -> None:
         self.context = context
         self._rank = rank
         self._failed_step = -1
@@ -41,6 +41,8 @@ class WorkerSide:
         items = [replace(item, slots=slots[self._rank]) for item, slots in plan.loads]
         try:
             failed = self.context.load(items)
+        except PagesUnsafe:
+            raise  # somebody else may be writing into these pages: there is no going on
         except Exception:  # a fault of ours: these requests are recomputed, the engine lives
             logger.exception("loads of step %d", plan.step)
             failed = items

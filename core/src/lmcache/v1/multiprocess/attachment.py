@@ -25,12 +25,21 @@ class Attachment:
         self.reason = reason
         """Why there is no mapping; empty if there is one, or none was wanted."""
         self._lifeline = lifeline
+        self._ended = False
+
+    @property
+    def watched(self) -> bool:
+        """Whether each side learns of the other's end at once."""
+        return self._lifeline is not None
 
     @property
     def ended(self) -> bool:
-        """Whether the server has closed the connection, which it does only when it ends."""
+        """Whether the server has closed the connection, which it does only when it ends.
+
+        After :meth:`close`: whether it had done so before.
+        """
         if self._lifeline is None:
-            return False
+            return self._ended
         try:
             return not self._lifeline.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
@@ -41,8 +50,10 @@ class Attachment:
     def close(self) -> None:
         """Tell the server that this process writes no more. The mapping ends with its last user."""
         if self._lifeline is not None:
+            self._ended = self.ended
             self._lifeline.close()
             self._lifeline = None
+        self.pool = None
 
 
 def attach(welcome: m.Welcome, want_pool: bool, shm: str) -> Attachment:

@@ -25,13 +25,15 @@ from lmcache.errors import LMCacheError
 from lmcache.logging import init_logger
 from lmcache.v1.multiprocess.attachment import Attachment, attach
 from lmcache.v1.protocol import messages as m
-from lmcache.v1.protocol.channel import Channel, Future, RequestFailed, Unavailable, expect
+from lmcache.v1.protocol.channel import Channel, Future, NotSent, RequestFailed, Unavailable, expect
 
 logger = init_logger(__name__)
 
 _LEASE_LIMIT = 1 << 62
 _GIFTS_KEPT = 1024
 _UNDER_WAY = 4
+_LOOK_SECONDS = 0.2
+"""Between looks, during a long wait, at whether it is still worth while."""
 
 Gift: TypeAlias = "m.Release | m.Abort | m.EndRequest"
 """What gives something back. All are idempotent, so one that may be lost is sent again."""
@@ -47,6 +49,8 @@ class ClientOptions(msgspec.Struct, kw_only=True, frozen=True):
     heartbeat_interval: float = 2.0
     retry_interval: float = 0.5
     """Between attempts to reach a server that is away."""
+    fence_timeout: float = 30.0
+    """lmcache-driven: for a server that neither answers nor ends to say that it writes no more to our pages."""
     shm: str = "auto"
     """auto: map the pool if possible, else frames; require: no cache without mapping; off: always frames."""
 
@@ -57,10 +61,10 @@ class CacheClient:
     Args:
         address: ZeroMQ address of the server.
         role, engine, rank, ranks: see :class:`lmcache.v1.protocol.messages.Hello`.
-        on_open: called from the heartbeat thread with each new session before it counts as open, through
-        which a
+        on_open: called from the heartbeat thread with each new session before it counts as open, through which a
             worker registers. May raise :class:`LMCacheError`; then the session is tried again later.
         on_lost: called from the heartbeat thread once the server has ended: whoever uses its pool lets go of it.
+        map_pool: False for a worker that does not copy itself.
     """
 
     def __init__(
@@ -73,6 +77,7 @@ class CacheClient:
         options: ClientOptions | None = None,
         on_open: Callable[[CacheClient], None] | None = None,
         on_lost: Callable[[], None] | None = None,
+        map_pool: bool = True,
     ) -> None:
         self.options = options or ClientOptions()
         self.address = address
@@ -86,6 +91,7 @@ class CacheClient:
             protocol_min=m.PROTOCOL_MIN, protocol_max=m.PROTOCOL, role=role, engine=engine, rank=rank,
             ranks=ranks, client=f"{socket.gethostname()}:{os.getpid()} lmcache {lmcache.__version__}",
         )  # fmt: skip
+        self._map_pool = map_pool and role == "worker"
         self._on_open = on_open
         self._on_lost = on_lost
         self._channel = Channel(address)
@@ -149,8 +155,8 @@ class CacheClient:
             nbytes: payload bytes in either direction; they lengthen the deadline.
 
         Raises:
-            Unavailable: if the session is not open, or the server did not answer; then the circuit breaker
-            opens. RequestFailed: if the server refused.
+            Unavailable: if the server did not answer, then the circuit breaker opens; NotSent, which is one, if
+            the session is not open. RequestFailed: if the server refused.
         """
         posted = self._posted
         answer = self._finish(message, self._submit(message, nbytes, payload))
@@ -176,7 +182,7 @@ class CacheClient:
 
     def _submit(self, message: m.Request, nbytes: int, payload: Sequence[Any]) -> Future:
         if not self._up.is_set():
-            raise Unavailable(f"{type(message).__name__}: {self.reason}")
+            raise NotSent(f"{type(message).__name__}: {self.reason}")
         timeout = self.options.control_timeout + nbytes / self.options.data_bytes_per_second
         try:
             return self._channel.submit(message, timeout, payload)
@@ -278,7 +284,7 @@ class CacheClient:
         self.welcome = welcome
         session = self.session
         try:
-            self.attachment = attach(welcome, want_pool=self.role == "worker", shm=self.options.shm)
+            self.attachment = attach(welcome, want_pool=self._map_pool, shm=self.options.shm)
             self.session = welcome.session
             if self._on_open is not None:
                 self._on_open(self)
@@ -288,9 +294,21 @@ class CacheClient:
                 self._beat.call(m.Bye(session=welcome.session), self.options.control_timeout)
             raise
 
-    def register(self, message: m.Register) -> None:
-        """For ``on_open``: register on the heartbeat's own channel, before the session is open to callers."""
-        self._beat.call(message, self.options.control_timeout)
+    def register(self, message: m.Register, seconds: float = 0.0) -> None:
+        """For ``on_open``: register on the heartbeat's own channel, before the session is open to callers.
+
+        Args:
+            seconds: how long that may take at least.
+
+        Raises:
+            Unavailable: if the server did not answer in time, or ended, or we are closed. RequestFailed: if it
+            refused.
+        """
+        future = self._beat.submit(message, max(seconds, self.options.control_timeout))
+        while future.wait(_LOOK_SECONDS):
+            if self._stop.is_set() or (self.attachment is not None and self.attachment.ended):
+                raise Unavailable(f"{future.what}: the server has ended, or this client")
+        future.result()
 
     def _recover(self) -> None:
         while True:

@@ -27,6 +27,10 @@ class Unavailable(LMCacheError):
     """The server did not answer in time, or cannot be reached."""
 
 
+class NotSent(Unavailable):
+    """The request did not leave this process, so nothing will come of it."""
+
+
 class RequestFailed(LMCacheError):
     """The server answered with an error. ``code`` is its code."""
 
@@ -59,6 +63,12 @@ class Future:
         self._reply: tuple[m.Reply, list[bytes]] | None = None
         self.what = what
 
+    def wait(self, seconds: float) -> bool:
+        """Wait at most ``seconds`` for the reply, within the deadline; whether there is anything left to wait for."""
+        now = time.monotonic()
+        self._channel._pump(self, min(self._deadline, now + seconds))
+        return self._reply is None and time.monotonic() < self._deadline
+
     def result(self) -> tuple[m.Reply, list[bytes]]:
         """The reply and its payload frames.
 
@@ -67,6 +77,7 @@ class Future:
         """
         if self._reply is None:
             self._channel._pump(self, self._deadline)
+            self._channel._pending.pop(self._id.to_bytes(8, "little"), None)
         if self._reply is None:
             raise Unavailable(f"{self.what}: no answer from {self._channel.address} in time")
         reply = self._reply[0]
@@ -94,7 +105,7 @@ class Channel:
         """Send a request; its future's deadline is ``timeout`` seconds from now.
 
         Raises:
-            Unavailable: if there is no connection within the time-out.
+            NotSent: if there is no connection within the time-out.
         """
         deadline = time.monotonic() + timeout
         what = type(message).__name__
@@ -149,7 +160,7 @@ class Channel:
                 socket.connect(self.address)
             except zmq.ZMQError as exc:
                 socket.close()
-                raise Unavailable(f"server address {self.address}: {exc.strerror}") from None
+                raise NotSent(f"server address {self.address}: {exc.strerror}") from None
             self._socket = socket
             self._rcvtimeo = -2
         return self._socket
@@ -168,7 +179,7 @@ class Channel:
                 return
             except zmq.Again:
                 pass  # lost between the poll and the send: the same answer as below
-        raise Unavailable(f"{what}: no connection to {self.address}")
+        raise NotSent(f"{what}: no connection to {self.address}")
 
     def _pump(self, future: Future, deadline: float) -> None:
         """Read replies until ``future`` has its own or the deadline passes."""
@@ -192,7 +203,6 @@ class Channel:
                     raise
                 self._dispatch(frames)
         finally:
-            self._pending.pop(future._id.to_bytes(8, "little"), None)
             self._lock.release()
 
     def _dispatch(self, frames: list[bytes]) -> None:

@@ -51,6 +51,16 @@ class Ping(Message, tag="ping"):
     session: str = ""
 
 
+class DeviceExport(msgspec.Struct, kw_only=True):
+    """A worker's KV memory, for a server that moves it itself (lmcache-driven mode).
+
+    ``groups[g]`` are the wire descriptors of group ``g``'s layers, in layer order. Each is a tensor of bytes,
+    ``[num_blocks, 1, page_bytes]``: what is in a page is the engine's own business.
+    """
+
+    groups: list[list[bytes]]
+
+
 class Register(Message, tag="register"):
     """A worker names the layouts of its KV groups, in group order. Lookups hit only once all ranks did."""
 
@@ -58,6 +68,8 @@ class Register(Message, tag="register"):
     namespaces: list[Namespace]
     mapped: bool
     """True if this worker copies through its own mapping of the pool."""
+    device: DeviceExport | None = None
+    """Given in lmcache-driven mode. The answer then waits until the server has mapped the memory."""
 
 
 class Lookup(Message, tag="lookup"):
@@ -98,6 +110,42 @@ class Commit(Message, tag="commit"):
     session: str
     lease: int
     indexes: list[int]
+
+
+class DeviceStore(Message, tag="device_store"):
+    """lmcache-driven store: chunk digests (joined) and their block ids, per KV group.
+
+    The server reads the pages once ``event`` (exported by the worker) has passed, and answers :class:`Moved`
+    when that is queued. Nothing is published before the worker's Commit, by which it says that it keeps the
+    pages as they are until the answered event has passed, and before the device has done the copy.
+    """
+
+    session: str
+    lease: int
+    hashes: list[bytes]
+    blocks: list[list[int]]
+    event: bytes
+
+
+class DeviceLoad(Message, tag="device_load"):
+    """lmcache-driven load of this rank's share of a read lease into ``blocks``, after ``event`` has passed.
+
+    The first ``skip[group]`` blocks of a group are not written. Answered when the device has done the copy.
+    """
+
+    session: str
+    lease: int
+    blocks: list[list[int]]
+    skip: list[int]
+    event: bytes
+
+
+class DeviceFence(Message, tag="device_fence"):
+    """Give this rank's share of a read lease back for good. Answered once no copy for the session is under way:
+    from then on the server does not write to the worker's memory for it."""
+
+    session: str
+    lease: int
 
 
 class Abort(Message, tag="abort"):
@@ -154,6 +202,9 @@ Request: TypeAlias = (
     | Reserve
     | Write
     | Commit
+    | DeviceStore
+    | DeviceLoad
+    | DeviceFence
     | Abort
     | Read
     | Release
@@ -183,6 +234,8 @@ class Welcome(Message, tag="welcome"):
     chunk_size: int
     version: str
     attach: Attach | None = None
+    modes: tuple[str, ...] = ("engine_driven",)
+    """Transfer modes that this server serves."""
 
 
 class Pong(Message, tag="pong"):
@@ -192,6 +245,7 @@ class Pong(Message, tag="pong"):
     known: bool
     chunk_size: int
     version: str
+    modes: tuple[str, ...] = ("engine_driven",)
 
 
 class Ok(Message, tag="ok"):
@@ -216,6 +270,14 @@ class Reserved(Message, tag="reserved"):
 
     epoch: str
     slots: list[list[int]]
+
+
+class Moved(Message, tag="moved"):
+    """Answer to DeviceStore and DeviceLoad: ``count`` objects move, and are where they belong once ``event``
+    (exported by the server) has passed."""
+
+    count: int
+    event: bytes = b""
 
 
 class Holding(msgspec.Struct, kw_only=True):
@@ -254,7 +316,7 @@ class Error(Message, tag="error"):
     message: str
 
 
-Reply: TypeAlias = Welcome | Pong | Ok | Found | Reserved | Holdings | State | Error
+Reply: TypeAlias = Welcome | Pong | Ok | Found | Reserved | Moved | Holdings | State | Error
 
 request_decoder = msgspec.msgpack.Decoder(Request)
 reply_decoder = msgspec.msgpack.Decoder(Reply)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 from lmcache.v1.memory.range_allocator import RangeAllocator
 from lmcache.v1.storage.eviction import LRU, EvictionPolicy
@@ -114,9 +113,8 @@ class L1Cache:
         index = self._index
         held = {rank: [[index[key] for key in column] for column in mine] for rank, mine in columns.items()}
         shares = {rank: [entry for column in mine for entry in column] for rank, mine in held.items()}
-        for entry in chain.from_iterable(shares.values()):
-            entry.pins += 1
-            self._pinned += entry.pins == 1
+        for entries in shares.values():
+            self.pin_entries(entries)
         self.touch([column for mine in columns.values() for column in mine])
         self._reads[owner, lease] = ReadLease(session, request, shares)
         return held
@@ -126,6 +124,18 @@ class L1Cache:
         found = self._reads.get((owner, lease))
         return found.shares.get(rank, []) if found else []
 
+    def pin_entries(self, entries: Sequence[Entry]) -> None:
+        """Pin entries that a lease pins now, for a reader that may outlast the lease."""
+        for entry in entries:
+            entry.pins += 1
+            self._pinned += entry.pins == 1
+
+    def unpin_entries(self, entries: Sequence[Entry]) -> None:
+        """Undo :meth:`pin_entries`."""
+        for entry in entries:
+            entry.pins -= 1
+            self._pinned -= entry.pins == 0
+
     def release(self, owner: str, lease: int, rank: int | None = None) -> None:
         """Give back a rank's share of a read lease (None: all shares). Harmless if it is not there."""
         found = self._reads.get((owner, lease))
@@ -134,9 +144,7 @@ class L1Cache:
                 self._gone.add(owner, lease)
             return
         for r in list(found.shares) if rank is None else [rank]:
-            for entry in found.shares.pop(r, ()):
-                entry.pins -= 1
-                self._pinned -= entry.pins == 0
+            self.unpin_entries(found.shares.pop(r, ()))
         if not found.shares:
             del self._reads[owner, lease]
             self._gone.add(owner, lease)

@@ -144,11 +144,13 @@ def run_server(config: ServerConfig, announce: Callable[[Ready], None]) -> None:
         attach = None
         if config.shm != "off":
             attach = Attach(socket=address, host=boot_id(), data_bytes=pool.view.data_bytes)
-        service = Service(config, pool.view, attach, metrics, policy, plugins.emit)
+        service = Service(config, pool.view, attach, metrics, policy, plugins.emit, lock)
         if attach is not None:
             door = AttachServer(address, pool.fd, *_attach_callbacks(service, lock))
             cleanup.callback(door.close)
             door.start()
+        # Before the door: who sees it close takes it that nothing writes to his memory any more.
+        cleanup.callback(service.devices.close)
         _gauges(metrics, service, lock)
         http = HttpServer(http_socket, f"tcp://{_netloc(_near(host))}:{loop.port}", metrics.registry)
         cleanup.callback(http.close)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import re
 from collections.abc import Sequence
 
@@ -27,7 +28,7 @@ FLAGS: tuple[tuple[str, type, str], ...] = (
     ("eviction-trigger-watermark", float, "fraction of L1 above which a store evicts first (0.95)"),
     ("eviction-ratio", float, "fraction of L1 that such an eviction frees (0.05)"),
     ("chunk-size", int, "tokens per stored chunk, a multiple of the engine's block size (256)"),
-    ("supported-transfer-mode", str, "auto or engine_driven (auto)"),
+    ("supported-transfer-mode", str, "auto, engine_driven or lmcache_driven (auto)"),
     ("shm", str, f"one of {', '.join(SHM_MODES)}: may clients on this host map L1? (auto)"),
     ("shm-name", str, "name L1 as a segment in /dev/shm instead of an anonymous memfd"),
     ("shm-socket", str, "path of the Unix socket that hands out L1's descriptor (an abstract one)"),
@@ -114,10 +115,10 @@ class ServerConfig(msgspec.Struct, kw_only=True, frozen=True):
                 " engine's block size divides it; e.g. 256"
             )
         mode = MPTransferMode.parse(self.supported_transfer_mode, source="--supported-transfer-mode")
-        if mode is MPTransferMode.LMCACHE_DRIVEN:
+        if mode is MPTransferMode.LMCACHE_DRIVEN and importlib.util.find_spec("torch") is None:
             raise ConfigError(
-                "--supported-transfer-mode lmcache_driven: this server moves no device memory;"
-                " use engine_driven or auto"
+                "--supported-transfer-mode lmcache_driven: needs torch, which is not installed here;"
+                " pip install lmcache[cpu] or a device wheel, or use engine_driven"
             )
         if self.shm not in SHM_MODES:
             raise ConfigError(f"--shm {self.shm!r}: expected one of {', '.join(SHM_MODES)}")

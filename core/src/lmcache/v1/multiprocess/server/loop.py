@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import errno
+import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 import zmq
@@ -30,12 +33,18 @@ _QUIET_MS = 300
 class RequestLoop:
     """Receives requests, lets the service answer, sends replies. Binds at construction, serves in ``run``.
 
+    A request that the service answers later is answered from any thread; this loop's thread sends the reply.
+
     Raises:
         StartupError: if the address is in use or cannot be bound.
     """
 
     def __init__(self, host: str, port: int, metrics: Metrics) -> None:
         self._metrics = metrics
+        self._late: deque[tuple[bytes, bytes, m.Reply]] = deque()
+        self._awaited = 0
+        """Requests that are to be answered later. Only while there are any does the loop watch for answers."""
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 1000)
@@ -56,6 +65,9 @@ class RequestLoop:
             ) from None
         bound = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.port = int(bound.rpartition(":")[2])
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._wake, zmq.POLLIN)
         self.address = f"tcp://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     def run(
@@ -78,10 +90,15 @@ class RequestLoop:
     def close(self) -> None:
         self._socket.close()
         self._context.term()
+        if self._wake >= 0:
+            wake, self._wake = self._wake, -1
+            os.close(wake)
 
     def _serve_one(self, service: Service, lock: threading.Lock) -> bool:
         """Answer one request; False if none came."""
         socket = self._socket
+        if self._awaited and not self._send_late(int(socket.rcvtimeo)):
+            return False
         try:
             peer = socket.recv()
         except zmq.Again:
@@ -111,11 +128,31 @@ class RequestLoop:
                 )
             return True
         with lock:
-            reply, frames = service.handle(request, payload)
+            answer = service.handle(request, payload, partial(self._answer_later, peer, head[0]))
         self._metrics.requests.inc()
-        if any(head[0]):
-            self._reply(peer, head[0], reply, frames)
+        if answer is None:
+            self._awaited += 1
+        elif any(head[0]):
+            self._reply(peer, head[0], *answer)
         return True
+
+    def _answer_later(self, peer: bytes, ident: bytes, reply: m.Reply) -> None:
+        """Answer a request that the service did not answer at once. From any thread, once."""
+        self._late.append((peer, ident, reply))
+        if self._wake >= 0:
+            os.eventfd_write(self._wake, 1)
+
+    def _send_late(self, timeout_ms: int) -> bool:
+        """Wait for a request or a late answer, and send late answers; True if a request is there."""
+        ready = dict(self._poller.poll(timeout_ms))
+        if self._wake in ready:
+            os.eventfd_read(self._wake)
+        while self._late:
+            peer, ident, reply = self._late.popleft()
+            self._awaited -= 1
+            if any(ident):
+                self._reply(peer, ident, reply, ())
+        return self._socket in ready
 
     def _reply(self, peer: bytes, ident: bytes, reply: m.Reply, frames: Sequence[memoryview]) -> None:
         try:

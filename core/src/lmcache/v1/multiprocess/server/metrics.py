@@ -7,8 +7,8 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 ERROR_CODES = (
-    "bad_request", "chunk_size", "internal", "lease_gone", "malformed", "not_attached", "protocol",
-    "stopping", "unknown_request", "unknown_session", "unregistered",
+    "bad_request", "chunk_size", "device", "internal", "lease_gone", "malformed", "mode", "not_attached",
+    "protocol", "stopping", "unknown_request", "unknown_session", "unregistered",
 )  # fmt: skip
 FRAME_FAULTS = ("frames", "message")
 
@@ -27,6 +27,8 @@ class Metrics:
         self.lookup_tokens = counter("lookup_requested_tokens", "tokens asked for by lookups")
         self.hit_tokens = counter("lookup_hit_tokens", "tokens found by lookups")
         self.stored_objects = counter("l1_write_chunks", "objects published in L1")
+        self.device_stored = counter("device_stored_objects", "objects that the server read off a device")
+        self.device_loaded = counter("device_loaded_objects", "objects that the server wrote to a device")
         self.read_bytes = counter("frame_read_bytes", "payload bytes sent in frames")
         self.written_bytes = counter("frame_written_bytes", "payload bytes received in frames")
         self.errors = counter("errors", "requests refused, by code", ("code",))

@@ -9,17 +9,21 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import lmcache
-from lmcache.errors import LMCacheError
 from lmcache.logging import init_logger
-from lmcache.v1.keys import Namespace, object_key
+from lmcache.v1.keys import Namespace
+from lmcache.v1.multiprocess.server import checks
+from lmcache.v1.multiprocess.server.checks import Refused
 from lmcache.v1.multiprocess.server.config import ServerConfig
+from lmcache.v1.multiprocess.server.devices import Devices, Later, device_columns, served_modes
 from lmcache.v1.multiprocess.server.metrics import Metrics
 from lmcache.v1.multiprocess.server.sessions import Engine, Session, Sessions
+from lmcache.v1.multiprocess.server.state import holdings, l1_state, public, session_state
 from lmcache.v1.protocol import messages as m
 from lmcache.v1.storage.eviction import EvictionPolicy
 from lmcache.v1.storage.l1 import L1Cache
@@ -29,16 +33,7 @@ logger = init_logger(__name__)
 
 _MAX_NAME = 256
 _MAX_RANKS = 1 << 16
-_MAX_OBJECT_BYTES = 1 << 34
 _MAX_KNOWN = 1024
-
-
-class Refused(LMCacheError):
-    """A request that cannot be served; ``code`` is the error reply's code."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code = code
 
 
 def _tell_nobody(event: str, fields: Mapping[str, Any]) -> None:
@@ -46,7 +41,7 @@ def _tell_nobody(event: str, fields: Mapping[str, Any]) -> None:
 
 
 class Service:
-    """State and handlers. ``handle`` is the one entry.
+    """State and handlers. ``handle`` is the one entry, under ``lock``, which ends of device copies take, too.
 
     ``emit`` is told of sessions and registrations; it must return at once.
     """
@@ -59,6 +54,7 @@ class Service:
         metrics: Metrics,
         policy: EvictionPolicy | None = None,
         emit: Callable[[str, Mapping[str, Any]], None] = _tell_nobody,
+        lock: threading.Lock | None = None,
     ) -> None:
         self.config = config
         self.epoch = secrets.token_hex(8)
@@ -71,6 +67,8 @@ class Service:
         self._emit = emit
         watermark = None if config.eviction_policy == "noop" else config.eviction_trigger_watermark
         self.l1 = L1Cache(view, watermark, config.eviction_ratio, policy)
+        self.modes = served_modes(config.supported_transfer_mode)
+        self.devices = Devices(view, self.l1, lock or threading.Lock(), metrics)
         self._version = lmcache.__version__
         self._known: dict[bytes, Namespace] = {}
         """The namespaces registered last, for Query: objects outlive their engine."""
@@ -78,7 +76,6 @@ class Service:
             m.Hello: self._hello,
             m.Bye: self._bye,
             m.Ping: self._ping,
-            m.Register: self._register,
             m.Lookup: self._lookup,
             m.Reserve: self._reserve,
             m.Write: self._write,
@@ -91,13 +88,29 @@ class Service:
             m.Status: self._status,
             m.Clear: self._clear,
         }
+        self._patient: dict[type, Callable[..., m.Reply | None]] = {
+            m.Register: self._register,
+            m.DeviceStore: self._device_store,
+            m.DeviceLoad: self._device_load,
+            m.DeviceFence: self._device_fence,
+        }
+        """What a device may have a part in: these answer at once, or give None and call ``later`` once."""
 
     def handle(
-        self, request: m.Request, payload: Sequence[memoryview]
-    ) -> tuple[m.Reply, Sequence[memoryview]]:
-        """The reply to a request and its payload frames; a refusal or a fault of ours is an error reply."""
+        self, request: m.Request, payload: Sequence[memoryview], later: Later
+    ) -> tuple[m.Reply, Sequence[memoryview]] | None:
+        """The reply to a request and its payload frames; a refusal or a fault of ours is an error reply.
+
+        None: ``later`` is called with the reply, once, from any thread.
+        """
+        kind = type(request)
         try:
-            reply = self._handlers[type(request)](request, payload)
+            if kind in self._patient:
+                reply = self._patient[kind](request, later)
+                if reply is None:
+                    return None
+            else:
+                reply = self._handlers[kind](request, payload)
         except Refused as exc:
             self.metrics.errors.labels(exc.code).inc()
             return m.Error(code=exc.code, message=str(exc)), ()
@@ -134,7 +147,7 @@ class Service:
                 "bad_request", f"engine {msg.engine}: {msg.ranks} ranks, but it opened with {engine.ranks}"
             )
         session = self.sessions.open(msg.role, msg.engine, msg.rank, msg.ranks, msg.client)
-        self._emit("session_opened", _public(session))
+        self._emit("session_opened", public(session))
         return m.Welcome(
             protocol=min(m.PROTOCOL, msg.protocol_max),
             epoch=self.epoch,
@@ -142,6 +155,7 @@ class Service:
             chunk_size=self.config.chunk_size,
             version=self._version,
             attach=self.attach,
+            modes=tuple(self.modes),
         )
 
     def _bye(self, msg: m.Bye, _: object) -> m.Reply:
@@ -157,9 +171,10 @@ class Service:
             known=session is not None,
             chunk_size=self.config.chunk_size,
             version=self._version,
+            modes=tuple(self.modes),
         )
 
-    def _register(self, msg: m.Register, _: object) -> m.Reply:
+    def _register(self, msg: m.Register, later: Later) -> m.Reply | None:
         session = self._session(msg.session)
         engine = self._engine(session)
         if session.role != "worker" or not msg.namespaces:
@@ -167,22 +182,12 @@ class Service:
                 "bad_request",
                 f"{session.role} with {len(msg.namespaces)} KV groups: expected a worker with one or more",
             )
-        for ns in msg.namespaces:
-            if ns.block_size < 1 or ns.chunk_size != self.config.chunk_size or ns.chunk_size % ns.block_size:
-                raise Refused(
-                    "chunk_size",
-                    f"chunk size {self.config.chunk_size}: not a multiple of the engine's block size"
-                    f" {ns.block_size}; start the server with a --chunk-size that is",
-                )
-            if not ns.page_bytes or min(ns.page_bytes) < 1 or ns.object_bytes > _MAX_OBJECT_BYTES:
-                raise Refused(
-                    "bad_request",
-                    f"pages of {ns.page_bytes} bytes: expected positive sizes below {_MAX_OBJECT_BYTES}",
-                )
+        checks.check_layouts(msg.namespaces, self.config.chunk_size)
         if msg.mapped and not session.mapped:
             raise Refused(
                 "not_attached", "registered as mapping the pool, but holds no descriptor of it; attach first"
             )
+        checks.check_mode(msg, self.modes)
         namespaces = [(ns.digest(), ns) for ns in msg.namespaces]
         if engine.namespaces.get(session.rank, namespaces) != namespaces and self.sessions.peers(session):
             # What one of them looked up would otherwise be read as the layout of the other.
@@ -205,10 +210,14 @@ class Service:
         )
         logger.info(
             "engine %s rank %d/%d registered: %s, %d KV group(s), %s",
-            session.engine, session.rank, engine.ranks, msg.namespaces[0].model if msg.namespaces else "-",
-            len(msg.namespaces), "shared memory" if msg.mapped else "payload in frames",
+            session.engine, session.rank, engine.ranks, msg.namespaces[0].model,
+            len(msg.namespaces), self._path(session) if msg.device is None else "device",
         )  # fmt: skip
-        return m.Ok()
+        if msg.device is None:
+            self.devices.drop(session.id)
+            return m.Ok()
+        self.devices.open(session.id, msg.device, msg.namespaces, later)
+        return None
 
     # ---- loads
 
@@ -284,7 +293,52 @@ class Service:
             self.l1.drop_request(session.engine, request)
         return m.Ok()
 
+    def _device_load(self, msg: m.DeviceLoad, later: Later) -> m.Reply | None:
+        session, namespaces = self._device_worker(msg.session)
+        share = self.l1.read_share(session.engine, msg.lease, session.rank)
+        if not share:
+            raise Refused("lease_gone", f"lease {msg.lease}: rank {session.rank} holds nothing under it")
+        chunks = checks.check_share(namespaces, share)
+        checks.check_blocks(namespaces, [chunks] * len(namespaces), msg.blocks)
+        if len(msg.skip) != len(namespaces) or min(msg.skip) < 0:
+            raise Refused(
+                "bad_request", f"skip {msg.skip}: expected 0 or more for {len(namespaces)} KV groups"
+            )
+        self.devices.load(session.id, msg, share, len(namespaces), later)
+        return None
+
+    def _device_fence(self, msg: m.DeviceFence, later: Later) -> m.Reply | None:
+        # Asked for by a worker that we may have taken for gone: what moves for it may still be moving.
+        session = self.sessions.by_id.get(msg.session)
+        if session is not None:
+            self.l1.release(session.engine, msg.lease, session.rank)
+        return self.devices.fence(msg.session, later)
+
+    def _device_worker(self, ident: str) -> tuple[Session, list[tuple[bytes, Namespace]]]:
+        session = self._session(ident)
+        if session.id not in self.devices:
+            raise Refused("unregistered", f"rank {session.rank} exported no device memory; register it first")
+        return session, self._engine(session).namespaces[session.rank]
+
     # ---- stores
+
+    def _device_store(self, msg: m.DeviceStore, later: Later) -> m.Reply | None:
+        session, namespaces = self._device_worker(msg.session)
+        if self.stopping:
+            raise Refused("stopping", "the server is stopping and takes nothing new")
+        hashes = [self._hashes(joined) for joined in msg.hashes]
+        if len(hashes) != len(namespaces):
+            raise Refused("bad_request", f"{len(hashes)} KV groups: registered are {len(namespaces)}")
+        checks.check_blocks(namespaces, [len(mine) for mine in hashes], msg.blocks)
+        columns = device_columns(namespaces, hashes)
+        try:
+            return self.devices.store(
+                session.id, msg, columns, [ns.blocks_per_chunk for _, ns in namespaces], later
+            )
+        except KeyError:
+            raise Refused(
+                "lease_gone", f"lease {msg.lease}: given back before, or in use; take a new id"
+            ) from None
 
     def _reserve(self, msg: m.Reserve, _: object) -> m.Reply:
         session = self._session(msg.session)
@@ -297,10 +351,7 @@ class Service:
                 "unregistered",
                 f"reserve for {len(msg.hashes)} KV groups: rank {session.rank} registered {have}",
             )
-        columns = [
-            [(object_key(digest, chunk), ns.object_bytes) for chunk in self._hashes(joined)]
-            for (digest, ns), joined in zip(namespaces, msg.hashes, strict=True)
-        ]
+        columns = device_columns(namespaces, [self._hashes(joined) for joined in msg.hashes])
         try:
             slots = self.l1.reserve(session.id, msg.lease, columns, session.mapped)
         except KeyError:
@@ -333,6 +384,9 @@ class Service:
 
     def _commit(self, msg: m.Commit, _: object) -> m.Reply:
         session = self._session(msg.session)
+        of_device = self.devices.commit(session.id, msg.lease)
+        if of_device is not None:
+            return of_device
         items = self._owned(session, msg.lease)
         if not session.mapped:  # then every byte has come through here, or is somebody else's of before
             short = [i for i in set(msg.indexes) if 0 <= i < len(items) and items[i].written < items[i].size]
@@ -351,22 +405,14 @@ class Service:
         session = self._session(msg.session)
         for lease in msg.leases:
             self.l1.abort(session.id, lease)
+            if session.id in self.devices:
+                self.devices.abort(session.id, lease)
         return m.Ok()
 
     # ---- tools
 
     def _query(self, msg: m.Query, _: object) -> m.Reply:
-        chain = self._hashes(msg.hashes)
-        rows = []
-        for ns_digest, ns in self._known.items():
-            chunks = self.l1.prefix_length([object_key(ns_digest, h)] for h in chain)
-            rows.append(
-                m.Holding(
-                    model=ns.model, revision=ns.revision, dtype=ns.dtype, group=ns.group, groups=ns.groups,
-                    tp_rank=ns.tp_rank, tp_size=ns.tp_size, pp_rank=ns.pp_rank, pp_size=ns.pp_size,
-                    chunks=chunks, tier="L1",
-                )
-            )  # fmt: skip
+        rows = holdings(self.l1, self._known, self._hashes(msg.hashes))
         return m.Holdings(chunk_size=self.config.chunk_size, rows=rows)
 
     def _clear(self, msg: m.Clear, _: object) -> m.Reply:
@@ -377,7 +423,7 @@ class Service:
 
     def status(self) -> dict[str, object]:
         """The server's state, as /status shows it."""
-        counters = self.l1.counters
+        sessions = list(self.sessions.by_id.values())
         return {
             "version": self._version,
             "protocol": [m.PROTOCOL_MIN, m.PROTOCOL],
@@ -385,29 +431,11 @@ class Service:
             "pid": os.getpid(),
             "uptime_seconds": round(time.time() - self.started, 3),
             "chunk_size": self.config.chunk_size,
-            "transfer_modes": ["engine_driven"],
+            "transfer_modes": self.modes,
             "shared_memory": self.attach is not None,
-            "l1": self.l1.usage()
-            | {
-                "policy": self.config.eviction_policy,
-                "stored": counters.stored,
-                "evicted": counters.evicted,
-                "duplicates": counters.duplicates,
-                "aborted": counters.aborted,
-                "dropped_full": counters.dropped_full,
-            },
-            "requests": sum(len(s.hashes) for s in self.sessions.by_id.values()),
-            "sessions": [
-                {
-                    "role": s.role,
-                    "engine": s.engine,
-                    "rank": s.rank,
-                    "client": s.client,
-                    "path": "shared_memory" if s.mapped else "frames" if s.role == "worker" else "control",
-                    "silent_seconds": round(time.monotonic() - s.seen, 3),
-                }
-                for s in self.sessions.by_id.values()
-            ],
+            "l1": l1_state(self.l1, self.config.eviction_policy),
+            "requests": sum(len(session.hashes) for session in sessions),
+            "sessions": [session_state(session, self._path(session)) for session in sessions],
         }
 
     # ---- helpers
@@ -422,14 +450,22 @@ class Service:
             self.l1.drop_session(ident, dead=False)
             return
         self.sessions.close(ident)
+        self.devices.drop(ident)
         self.l1.drop_session(ident, dead=True)
         if session.role == "worker":
             self.l1.drop_rank(session.engine, session.rank)
-        self._emit("session_closed", _public(session))
+        self._emit("session_closed", public(session))
         logger.log(
             logging.INFO if session.registered else logging.DEBUG,  # one that is refused tries again for ever
             "session of engine %s %s rank %d closed", session.engine or "-", session.role, session.rank,
         )  # fmt: skip
+
+    def _path(self, session: Session) -> str:
+        if session.role != "worker":
+            return "control"
+        if session.id in self.devices:
+            return "device"
+        return "shared_memory" if session.mapped else "frames"
 
     def _session(self, ident: str) -> Session:
         session = self.sessions.by_id.get(ident)
@@ -458,8 +494,3 @@ class Service:
             return m.split_hashes(joined)
         except ValueError as exc:
             raise Refused("bad_request", str(exc)) from None
-
-
-def _public(session: Session) -> dict[str, Any]:
-    """A session without its id, which is a secret between the client and the server."""
-    return {name: getattr(session, name) for name in ("role", "engine", "rank", "client")}

@@ -109,7 +109,7 @@ def _copy_device(group: KVGroupPages, direction: Direction, chunks: Sequence[Chu
 
     from lmcache.v1.platform import synchronize_device
 
-    layers: list[Any] = [_byte_pages(t) for t in group.tensors]
+    layers: list[Any] = [pages[:, 0] for pages in byte_pages(group)]
     for _, view, spans in chunks:
         host, base = torch.frombuffer(view, dtype=torch.uint8), 0
         for pages, size in zip(layers, group.namespace.page_bytes, strict=True):
@@ -124,9 +124,13 @@ def _copy_device(group: KVGroupPages, direction: Direction, chunks: Sequence[Chu
     synchronize_device(group.device)
 
 
-def _byte_pages(tensor: torch.Tensor) -> torch.Tensor:
-    """A cache tensor as ``[num_blocks, page_bytes]`` uint8, without a copy; blocks may lie apart."""
+def byte_pages(group: KVGroupPages) -> list[torch.Tensor]:
+    """Each layer's cache as ``[num_blocks, 1, page_bytes]`` uint8, without a copy; blocks may lie apart."""
     import torch
 
-    flat = torch.as_strided(tensor, (tensor.shape[0], tensor[0].numel()), (tensor.stride(0), 1))
-    return flat.view(torch.uint8)
+    views = []
+    for tensor, page, stride in zip(group.tensors, group.namespace.page_bytes, group.strides, strict=True):
+        item = tensor.element_size()
+        shape, strides = (group.num_blocks, 1, page // item), (stride // item, page // item, 1)
+        views.append(torch.as_strided(tensor, shape, strides).view(torch.uint8))
+    return views

@@ -1,0 +1,74 @@
+"""What a request must be before the service acts on it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lmcache.errors import LMCacheError
+from lmcache.v1.keys import Namespace
+from lmcache.v1.protocol import messages as m
+from lmcache.v1.storage.leases import Entry
+
+_MAX_OBJECT_BYTES = 1 << 34
+
+
+class Refused(LMCacheError):
+    """A request that cannot be served; ``code`` is the error reply's code."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def check_layouts(namespaces: Sequence[Namespace], chunk_size: int) -> None:
+    """Refuse layouts that chunks of this server do not fit."""
+    for ns in namespaces:
+        if ns.block_size < 1 or ns.chunk_size != chunk_size or ns.chunk_size % ns.block_size:
+            raise Refused(
+                "chunk_size",
+                f"chunk size {chunk_size}: not a multiple of the engine's block size {ns.block_size};"
+                " start the server with a --chunk-size that is",
+            )
+        if not ns.page_bytes or min(ns.page_bytes) < 1 or ns.object_bytes > _MAX_OBJECT_BYTES:
+            raise Refused(
+                "bad_request",
+                f"pages of {ns.page_bytes} bytes: expected positive sizes below {_MAX_OBJECT_BYTES}",
+            )
+
+
+def check_mode(msg: m.Register, modes: Sequence[str]) -> None:
+    """Refuse a mode that is not served, and exported memory that does not go with the layouts."""
+    mode = "engine_driven" if msg.device is None else "lmcache_driven"
+    if mode not in modes:
+        raise Refused(
+            "mode",
+            f"transfer mode {mode}: this server serves {', '.join(modes)} only;"
+            " start it with --supported-transfer-mode auto",
+        )
+    if msg.device is not None:
+        exported = [len(group) for group in msg.device.groups]
+        layers = [len(ns.page_bytes) for ns in msg.namespaces]
+        if exported != layers:
+            raise Refused(
+                "bad_request", f"exported layers per KV group {exported}: the layouts have {layers}"
+            )
+
+
+def check_share(namespaces: Sequence[tuple[bytes, Namespace]], share: Sequence[Entry]) -> int:
+    """How many chunks a rank's share of a read lease is; refuse one that was looked up for other layouts."""
+    chunks = len(share) // len(namespaces)
+    want = [ns.object_bytes for _, ns in namespaces for _ in range(chunks)]
+    if [entry.size for entry in share] != want:
+        raise Refused("bad_request", "the lease is for other layouts than are registered now; look up again")
+    return chunks
+
+
+def check_blocks(
+    namespaces: Sequence[tuple[bytes, Namespace]], chunks: Sequence[int], blocks: Sequence[Sequence[int]]
+) -> None:
+    """Refuse block ids that are not those of ``chunks[group]`` whole chunks."""
+    want = [n * ns.blocks_per_chunk for n, (_, ns) in zip(chunks, namespaces, strict=True)]
+    if [len(ids) for ids in blocks] != want:
+        raise Refused(
+            "bad_request", f"block ids {[len(ids) for ids in blocks]}: expected {want} per KV group"
+        )
