@@ -30,6 +30,7 @@ VERBS = {
     "device list": ("device_list", "show every device backend that is installed, and what became of it"),
     "device explain": ("device_explain", "say which device backend is used and why, and why not the others"),
     "device doctor": ("device_doctor", "try every device backend in a process of its own"),
+    "device verify": ("device_verify", "run the conformance kit against a device backend"),
     "device new": ("device_new", "write the project of a new device backend: code, tests, packaging, CI"),
     "demo": ("demo", "run a small model without and with cached KV, and compare"),
     "plugins": ("plugins", "list the plugins that are no devices, and what became of each"),
