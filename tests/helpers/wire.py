@@ -46,6 +46,9 @@ def requests_of(session: str) -> st.SearchStrategy[m.Request]:
         max_size=2,
     )
     few = st.lists(integers, max_size=3)
+    blocks = st.lists(few, max_size=2)
+    wires = st.lists(st.lists(st.binary(max_size=40), max_size=2), max_size=2)
+    exports = st.none() | st.builds(m.DeviceExport, groups=wires)
     owned = {"session": sessions, "lease": integers}
     span = {"index": integers, "offset": integers}
     chain = {"request": names, "hashes": digests, "known": integers, "start": integers}
@@ -53,11 +56,20 @@ def requests_of(session: str) -> st.SearchStrategy[m.Request]:
     return st.one_of(
         st.builds(m.Hello, protocol_min=integers, protocol_max=integers, **who),
         st.builds(m.Ping, session=sessions),
-        st.builds(m.Register, session=sessions, namespaces=namespaces, mapped=st.booleans()),
+        st.builds(m.Register, session=sessions, namespaces=namespaces, mapped=st.booleans(), device=exports),
         st.builds(m.Lookup, **owned, **chain),
         st.builds(m.Reserve, **owned, hashes=st.lists(digests, max_size=2)),
         st.builds(m.Write, **owned, **span),
         st.builds(m.Commit, **owned, indexes=few),
+        st.builds(
+            m.DeviceStore,
+            **owned,
+            hashes=st.lists(digests, max_size=2),
+            blocks=blocks,
+            event=st.binary(max_size=9),
+        ),
+        st.builds(m.DeviceLoad, **owned, blocks=blocks, skip=few, event=st.binary(max_size=9)),
+        st.builds(m.DeviceFence, **owned),
         st.builds(m.Abort, session=sessions, leases=few),
         st.builds(m.Read, **owned, **span, length=integers),
         st.builds(m.Release, session=sessions, leases=few),

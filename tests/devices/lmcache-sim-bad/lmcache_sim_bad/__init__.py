@@ -1,0 +1,1 @@
+"""The simulated accelerator with one fault at a time; see spec.py."""

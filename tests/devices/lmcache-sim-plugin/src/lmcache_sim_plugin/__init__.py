@@ -1,0 +1,1 @@
+"""LMCache's device plugin for the simulated accelerator. Importing it loads neither torch nor the device."""
