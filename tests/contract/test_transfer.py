@@ -12,7 +12,7 @@ import pytest
 
 from helpers.rig import NULL_BLOCK, Rig, RigProcess
 from helpers.server import RunningServer, Worker, channel_to, hello, namespace, running_server, wait_for
-from lmcache.v1.multiprocess.transfer_context import worker_transfer
+from lmcache.v1.multiprocess.transfer_context import engine_driven
 from lmcache.v1.protocol import messages as m
 from lmcache.v1.protocol.channel import RequestFailed
 
@@ -332,7 +332,7 @@ def test_a_stale_reader_never_gets_another_object_s_bytes() -> None:
 
 def test_a_reader_whose_object_is_replaced_during_the_copy_notices(monkeypatch: pytest.MonkeyPatch) -> None:
     page = 16 << 10
-    copy = worker_transfer.copy_pages
+    copy = engine_driven.copy_pages
     with (
         running_server("--chunk-size", str(CHUNK), l1_gb=1 / 1024) as server,
         rig(server, page_bytes=(page, page)) as engine,
@@ -348,7 +348,7 @@ def test_a_reader_whose_object_is_replaced_during_the_copy_notices(monkeypatch: 
                     other.store(prompt(160, i * 1000), A)
             copy(group, direction, chunks)
 
-        monkeypatch.setattr(worker_transfer, "copy_pages", copy_slowly)
+        monkeypatch.setattr(engine_driven, "copy_pages", copy_slowly)
         assert engine.load("slow", B) == [False]
 
 

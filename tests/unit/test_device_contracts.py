@@ -27,12 +27,23 @@ class FooSpec(DeviceSpec):
 # --- DeviceSpec --------------------------------------------------------------------------------------------
 
 
+class OrderedOps(DeviceOps):
+    """Ops of a device that can say when its stream got somewhere."""
+
+    def record_completion_on_stream(self, stream_ptr: int, kind: str, payload: bytes) -> None:
+        return None
+
+    def drain_recorded_completions(self) -> list[tuple[str, bytes]]:
+        return []
+
+
 def whole_stack(**members: Any) -> DeviceSpec:
     """A spec with all that lmcache-driven mode needs, and ``members`` over it."""
     needs: dict[str, Any] = {
         "ipc_wrapper_cls": property(lambda self: object),
         "event_ipc_backend": property(lambda self: object()),
         "create_cache_context": lambda self, *args, **kwargs: None,
+        "ops_cls": property(lambda self: OrderedOps),
     }
     return type("Spec", (DeviceSpec,), {**needs, **members})()  # type: ignore[no-any-return]
 
@@ -49,6 +60,7 @@ def test_the_bare_spec_is_no_device() -> None:
         "ipc_wrapper_cls",
         "event_ipc_backend",
         "create_cache_context",
+        "record_completion_on_stream",
     )
     assert (spec.pin_memory(0, 0), spec.unpin_memory(0), spec.is_pin_supported) == (False, False, False)
     with pytest.raises(NotImplementedError, match="no cache context"):
@@ -91,6 +103,24 @@ def test_lmcache_driven_mode_is_offered_only_if_nothing_it_needs_is_missing() ->
             spec = whole_stack(**{member: value, "is_handle_transfer_available": lambda self: True})
             assert spec.missing_for_lmcache_driven() == (member,)
             assert spec.default_mp_transfer_mode() is MPTransferMode.ENGINE_DRIVEN
+
+
+def test_lmcache_driven_mode_needs_a_completion_that_keeps_the_order_of_the_stream(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    baseline = whole_stack(ops_cls=property(lambda self: DeviceOps))
+    assert baseline.missing_for_lmcache_driven() == ("record_completion_on_stream",)
+    assert not baseline.is_lmcache_driven_available()
+    assert baseline.default_mp_transfer_mode() is MPTransferMode.ENGINE_DRIVEN
+    host = whole_stack(ops_cls=property(lambda self: type("Host", (DeviceOps,), {"is_synchronous": True})))
+    assert host.missing_for_lmcache_driven() == (), "where all is done on return, the baseline's is in order"
+
+    def fails(self: DeviceSpec) -> DeviceOps:
+        raise ImportError("libfoo.so: undefined symbol")
+
+    broken = whole_stack(get_ops=fails)
+    assert broken.missing_for_lmcache_driven() == ("record_completion_on_stream",)
+    assert "Spec.get_ops() failed: ImportError: libfoo.so: undefined symbol" in caplog.text
 
 
 def test_a_transfer_mode_is_parsed_or_the_valid_ones_are_listed() -> None:
@@ -160,8 +190,8 @@ def test_an_op_that_is_not_there_is_refused_by_name() -> None:
     class FooOps(DeviceOps):
         pass
 
-    with pytest.raises(AttributeError, match="FooOps has no device operation 'calculate_cdf'"):
-        _ = FooOps().calculate_cdf
+    with pytest.raises(AttributeError, match="FooOps has no device operation 'execute_direct_copy_transfer'"):
+        _ = FooOps().execute_direct_copy_transfer
     assert not hasattr(FooOps(), "record_completion_on_stream")
     assert hasattr(FooOps(), "multi_layer_block_kv_transfer")
 
@@ -192,7 +222,7 @@ def test_native_ops_and_types_of_the_contract_are_bound_and_nothing_else() -> No
     assert ops.PageBufferShapeDesc is members["PageBufferShapeDesc"]
     assert ops.ensure_native() is None  # type: ignore[func-returns-value]
     assert not hasattr(ops, "helper")
-    assert not hasattr(ops, "batched_memcpy")
+    assert "batched_memcpy" in ops.binding_report().baseline
     assert DeviceOps().PageBufferShapeDesc is PageBufferShapeDesc
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from helpers.wheels import write_distribution
 from lmcache.v1.multiprocess.server import plugins as server_plugins
+from lmcache.v1.platform import torch_ops
 from lmcache.v1.platform._records import REASONS, State
 from lmcache.v1.platform.base.binding import BindingReport
 from lmcache.v1.platform.base.cache_context import BaseCacheContext
@@ -19,7 +20,7 @@ from lmcache.v1.platform.base.device_ops import CONTRACT_TYPES, NATIVE_ABI, Devi
 from lmcache.v1.platform.base.device_spec import PLUGIN_API, DeviceSpec
 from lmcache.v1.platform.base.event_ipc import EventIPCBackend
 from lmcache.v1.platform.base.ipc_wrapper import DeviceIPCWrapper
-from lmcache.v1.platform.base.op_contract import OPS, STREAM_ORDERED_OPS
+from lmcache.v1.platform.base.op_contract import FORMAT_OPS, NATIVE_ONLY_OPS, OPS, STREAM_ORDERED_OPS
 from lmcache.v1.platform.base.pin_memory import PinMemoryBackend
 from lmcache.v1.plugins import hookspecs
 
@@ -64,7 +65,16 @@ def test_every_op_is_documented_with_its_arguments_in_the_table_of_its_kind() ->
             [*shape.required, *([f"[{' '.join(shape.optional)}]"] if shape.optional else [])]
         )
         table = rows(ordered if name in STREAM_ORDERED_OPS else other)
-        assert table.get(name) == [arguments or "none"], name
+        assert table[name][0] == (arguments or "none"), name
+        assert table[name][2] == ("by row" if name in FORMAT_OPS else "–"), name
+        baseline = getattr(torch_ops, name, None)
+        if baseline is not None:
+            assert table[name][1] == (", ".join(sorted(getattr(baseline, "takes", ["tensors"]))) or "–"), name
+        assert (table[name][1] == "no baseline") == (name in NATIVE_ONLY_OPS), name
+
+
+def test_every_optional_op_is_explained() -> None:
+    assert set(rows(CONTRACT.split("### Optional ops")[1].split("### Types")[0])) >= NATIVE_ONLY_OPS
 
 
 def test_the_guide_explains_every_state_and_reason() -> None:
