@@ -76,16 +76,9 @@ def segment(name: str) -> Path:
 
 # ---- refusing to start
 
-WITHOUT_TORCH = [
-    (
-        2,
-        "--supported-transfer-mode",
-        "lmcache_driven",
-        "--supported-transfer-mode lmcache_driven: needs torch",
-    )
-]
-WITHOUT_TORCH = [] if importlib.util.find_spec("torch") else WITHOUT_TORCH
-"""Where torch is, that starts a server."""
+NEEDS_TORCH = "--supported-transfer-mode lmcache_driven: needs torch"
+_DRIVEN = (2, "--supported-transfer-mode", "lmcache_driven", NEEDS_TORCH)
+WITHOUT_TORCH = [] if importlib.util.find_spec("torch") else [_DRIVEN]  # where torch is, it starts a server
 
 BAD = [
     (2, "--port", "99999", "--port 99999: expected 0..65535"),

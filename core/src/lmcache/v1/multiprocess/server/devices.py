@@ -77,9 +77,6 @@ class Devices:
     def __contains__(self, session: str) -> bool:
         return session in self._workers
 
-    def __len__(self) -> int:
-        return len(self._workers)
-
     def open(
         self, session: str, export: m.DeviceExport, namespaces: Sequence[Namespace], later: Later
     ) -> None:
