@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 
 MIB = 1 << 20
-FORMATS = (0, 1, 2, 3, 6, 7, 9, 12, 13, 14, 18)
+FORMATS = (0, 1, 2, 3, 6, 7, 9, 12, 13, 14, 15, 16, 17, 18)
 LAYERS, BLOCK, HEAD, CHUNK = 8, 16, 128, 256
 GOALS = {"consecutive": 0.8, "random": 0.5}
 KINDS = ("memcpy", "gather", "scatter")
@@ -37,9 +37,9 @@ class Sizes:
 
     def __init__(self, fmt: int, mib: int, page: int, dtype: torch.dtype) -> None:
         elements = page // BLOCK // dtype.itemsize  # of a slot
-        self.kv = 2 if fmt in (0, 1, 2, 6, 7, 9) else 1
+        self.kv = 2 if fmt in (0, 1, 2, 6, 7, 9, 15, 16) else 1
         self.nb = mib * MIB // (LAYERS * page)
-        self.hs = elements if fmt in (3, 14) else 2 * HEAD if fmt in (12, 13) else HEAD
+        self.hs = elements if fmt in (3, 14, 17) else 2 * HEAD if fmt in (12, 13) else HEAD
         self.nh = elements // self.kv // self.hs
         self.dtype = dtype
 
@@ -54,6 +54,7 @@ class Sizes:
             12: (nb, nh, BLOCK, hs),
             3: (nb, BLOCK, hs),
             14: (nb, BLOCK, hs),
+            15: (2, nb, nh, 1, BLOCK, hs),
         }.get(fmt, (nb, BLOCK, nh, hs))
 
 
@@ -61,6 +62,24 @@ def noise(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor
     made = torch.Generator().manual_seed(seed)
     count = torch.Size(shape).numel() * dtype.itemsize
     return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=made).view(dtype).view(shape)
+
+
+def pages(fmt: int, sizes: Sizes) -> Any:
+    """Tensors of noise, nested as the format says."""
+    shape = sizes.shape(fmt)
+    if fmt == 0:
+        return noise(shape, sizes.dtype, 0)
+    if fmt == 17:  # two planes, an eighth of a slot and the rest
+        widths = (sizes.hs // 8, sizes.hs - sizes.hs // 8)
+        shapes = [(sizes.nb, BLOCK, 1, width) for width in widths]
+        return [
+            [noise(shape, sizes.dtype, 2 * at + i) for i, shape in enumerate(shapes)] for at in range(LAYERS)
+        ]
+    count = LAYERS * (2 if fmt in (9, 16) else 1)
+    tensors = [noise(shape, sizes.dtype, seed) for seed in range(count)]
+    if fmt == 9:
+        return [tensors[:LAYERS], tensors[LAYERS:]]
+    return list(zip(tensors[::2], tensors[1::2], strict=True)) if fmt == 16 else tensors
 
 
 class Side:
@@ -72,12 +91,8 @@ class Side:
     def prepare(self, fmt: int, mib: int, page: int, order: str, dtype: str) -> None:
         kind = getattr(torch, dtype)
         self._fmt, self._sizes = fmt, Sizes(fmt, mib, page, kind)
-        sizes, shape = self._sizes, self._sizes.shape(fmt)
-        count = 1 if fmt == 0 else LAYERS * (2 if fmt == 9 else 1)
-        tensors: Any = [noise(shape, kind, seed) for seed in range(count)]
-        self._paged = (
-            tensors[0] if fmt == 0 else [tensors[:LAYERS], tensors[LAYERS:]] if fmt == 9 else tensors
-        )
+        sizes = self._sizes
+        self._paged = pages(fmt, sizes)
         chunks = sizes.nb * BLOCK // CHUNK
         hidden = sizes.nh * sizes.hs
         self._objects = [torch.zeros((sizes.kv, LAYERS, CHUNK, hidden), dtype=kind) for _ in range(chunks)]

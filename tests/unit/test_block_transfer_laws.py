@@ -21,7 +21,7 @@ from lmcache.errors import LayoutError
 from lmcache.v1.kv_layout import CanonicalView, KVFormat, kv_formats, register_kv_format, table
 from lmcache.v1.platform.base.device_ops import DeviceOps
 from lmcache.v1.platform.ops_types import PageBufferShapeDesc, TransferDirection
-from lmcache.v1.platform.torch_ops import _hostcopy, _paged, _tensorcopy, block_transfer
+from lmcache.v1.platform.torch_ops import _host_jobs, _hostcopy, _paged, _tensorcopy, block_transfer
 
 torch = pytest.importorskip("torch")
 np = pytest.importorskip("numpy")
@@ -263,12 +263,23 @@ def test_gather_then_scatter_is_the_identity_and_touches_nothing_else(row: KVFor
 @by_name
 @given(plan=plans())
 @settings(LAW, max_examples=12)
-def test_the_law_holds_with_small_units_among_threads(row: KVFormat, plan: Plan) -> None:
+def test_the_law_holds_in_small_pieces_among_threads(row: KVFormat, plan: Plan) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_hostcopy, "_THREADED", 0)
         patch.setattr(_hostcopy, "_UNIT", 64)
-        patch.setattr(_hostcopy, "_SCRATCH", 256)
+        patch.setattr(_host_jobs, "_SERIAL", 16)
         patch.setattr(_hostcopy, "_threads", lambda: 3)
+        check(row, replace(plan, operands="tensors"))
+
+
+@by_name
+@given(plan=plans(), blocks_per_run=st.sampled_from([0, 1, 8]))
+@settings(LAW, max_examples=12)
+def test_the_law_holds_where_no_run_is_worth_a_memcpy(row: KVFormat, plan: Plan, blocks_per_run: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_host_jobs, "_FEW_RUNS", 0)
+        patch.setattr(_host_jobs, "_LONG_RUN", 1 << 40)
+        patch.setattr(_host_jobs, "_BLOCKS_PER_RUN", blocks_per_run)
         check(row, replace(plan, operands="tensors"))
 
 

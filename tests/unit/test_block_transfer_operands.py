@@ -3,6 +3,7 @@ what it refuses of them before anything moves. The laws themselves are in test_b
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -120,6 +121,23 @@ def test_addresses_come_as_any_integers(kind: Any) -> None:
     table = torch.tensor(addresses(paged), dtype=kind) if kind else [*np.array(addresses(paged))]
     run(13, table, [obj.data_ptr()], [3, 0], D2H)
     assert torch.equal(obj, want)
+
+
+@pytest.mark.parametrize("fmt", [12, 13])
+@pytest.mark.parametrize("ids", [[3, 1, 2, 0, 4], [0, 1, 2, 3, 4]], ids=["scattered", "consecutive"])
+def test_bytes_move_right_wherever_both_sides_begin(fmt: int, ids: list[int]) -> None:
+    nb, bs, nh, hs = 5, 2, 2, 16  # elements of 16 bytes would do, but for where they begin
+    shape = (nb, nh, bs, hs) if fmt == 12 else (nb, bs, nh, hs)
+    what = PageBufferShapeDesc(1, 1, nb, bs, nh, hs, 1)
+    for ours, theirs in itertools.product((0, 1, 2, 4, 8), repeat=2):
+        pages, back = (torch.randint(0, 256, (ours + nb * 64,), dtype=torch.uint8) for _ in range(2))
+        obj = torch.zeros(theirs + nb * 64, dtype=torch.uint8)[theirs:].view(1, 1, nb * bs, nh * hs)
+        source, target = pages[ours:].view(shape), back[ours:].view(shape)
+        for way, tensor in ((D2H, source), (H2D, target)):
+            DeviceOps().multi_layer_block_kv_transfer([tensor], [obj], ids, "cpu", way, what, 10, fmt, 0)
+        want = source.transpose(1, 2) if fmt == 12 else source
+        assert torch.equal(obj.view(nb, bs, nh, hs), want[ids])
+        assert torch.equal(target, source)
 
 
 # ------------------------------------------------------------------------------------------------- block ids

@@ -15,13 +15,11 @@ from lmcache.errors import LayoutError
 from lmcache.v1.kv_layout import CanonicalView, KVFormat, canonical_view
 from lmcache.v1.platform.ops_types import PageBufferShapeDesc
 from lmcache.v1.platform.torch_ops._paged_operands import (
-    int_dtype,
     leaves,
     padded_strides,
     pointer_list,
     spots_of,
 )
-from lmcache.v1.platform.torch_ops.pointers import tensor_from_ptr
 
 if TYPE_CHECKING:
     import torch
@@ -51,17 +49,6 @@ class PlaneShape:
     def hidden(self) -> int:
         """Elements of one slot."""
         return self.sizes[2] * self.sizes[3]
-
-    @cached_property
-    def is_run(self) -> bool:
-        """A block is one run of elements, in whatever order of its axes."""
-        covered = 1
-        for stride, size in sorted(zip(self.strides[1:], self.sizes[1:], strict=True)):
-            if size != 1:
-                if stride != covered:
-                    return False
-                covered *= size
-        return True
 
     @cached_property
     def is_token_major(self) -> bool:
@@ -214,20 +201,7 @@ def paged_pointers(op: str, paged: Any, row: KVFormat, desc: PageBufferShapeDesc
     found = Paged(row, desc.element_size, None, torch.device("cpu"), desc.nb or None)
     for at, address in zip(spots, addresses, strict=True):
         found.add(view, at, 0, address)
-    if not view.shape.is_run:
-        _add_tensors(op, found)
     return found
-
-
-def _add_tensors(op: str, paged: Paged) -> None:
-    """Tensors over the memory of planes: pages that are not one run are copied by torch."""
-    if paged.num_blocks is None:
-        raise LayoutError(f"{op}: {paged.row.label}: shape_desc.nb=0: this row needs the number of blocks")
-    for group in paged.groups:
-        axes = zip(group.shape.sizes, group.shape.strides, strict=True)
-        extent = (1 + sum((size - 1) * stride for size, stride in axes),)
-        dtype = int_dtype(op, paged.itemsize)
-        group.tensors = [(tensor_from_ptr(at, extent, dtype, paged.device), 0) for at in group.addresses]
 
 
 def _pointer_geometry(

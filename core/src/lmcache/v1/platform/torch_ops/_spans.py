@@ -6,7 +6,10 @@ import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["Span", "as_ids", "cut"]
 
@@ -30,6 +33,13 @@ class Span:
                 found.append((self.first + start, self.ids[start], at - start))
                 start = at
         return found
+
+    @cached_property
+    def id_tensor(self) -> torch.Tensor:
+        """The ids as a tensor of the host."""
+        import torch
+
+        return torch.tensor(self.ids)
 
     @cached_property
     def singles(self) -> list[tuple[int, int, int]]:

@@ -1,8 +1,8 @@
 """Whole-block transfer between paged KV and chunk objects.
 
 A chunk object is token-major, ``[KV, NL, slots, NH * W]``, whatever the layout of the pages. Every structure
-of pages is first taken apart into planes, ``[NB, BS, NH, W]`` each; then blocks are copied, by plain memory
-copies on the host and by torch elsewhere.
+of pages is first taken apart into planes, ``[NB, BS, NH, W]`` each; then blocks are copied, by address on
+the host and by torch's own copies elsewhere.
 """
 
 from __future__ import annotations
@@ -91,14 +91,10 @@ def multi_layer_block_kv_transfer(
 
 
 def _copy(pages: Paged, work: list[tuple[Span, torch.Tensor]], to_chunk: bool) -> None:
-    """By memory copies where all lies on the host and blocks are runs, else by torch."""
-    on_host = _all_on_host(pages, work)
-    by_memcpy = [group for group in pages.groups if on_host and group.shape.is_run]
-    by_torch = [group for group in pages.groups if not (on_host and group.shape.is_run)]
-    if by_memcpy and work:
-        _hostcopy.copy_blocks(by_memcpy, work, to_chunk)
-    if by_torch and work:
-        _tensorcopy.copy_blocks(by_torch, work, to_chunk)
+    """By address where all lies on the host, else by torch on tensors."""
+    if work:
+        side = _hostcopy if _all_on_host(pages, work) else _tensorcopy
+        side.copy_blocks(pages.groups, work, to_chunk)
 
 
 def _all_on_host(pages: Paged, work: list[tuple[Span, torch.Tensor]]) -> bool:

@@ -54,15 +54,26 @@ def calculate_cdf(symbols: torch.Tensor, num_bins: int) -> torch.Tensor:
     _check_symbols(op, symbols, num_bins)
     layers, tokens, channels = symbols.shape
     entry = torch.arange(num_bins + 1, device=symbols.device)
+    # One step after the other in place: there are as many entries as symbols when bins are many.
+    below = torch.zeros((layers, channels, num_bins + 1), dtype=torch.int64, device=symbols.device)
     if tokens:
-        rows = torch.arange(layers * channels, device=symbols.device).view(layers, 1, channels)
-        cells = (rows * num_bins + symbols).reshape(-1)
-        counts = torch.bincount(cells, minlength=layers * channels * num_bins)
-        below = torch.nn.functional.pad(counts.view(layers, channels, num_bins).cumsum(-1), (1, 0))
+        torch.cumsum(_counts(symbols, num_bins), -1, out=below[..., 1:])
     else:
-        below, tokens = entry.expand(layers, channels, num_bins + 1), num_bins
-    scaled = torch.div(below * (_TOTAL - num_bins), tokens, rounding_mode="floor") + entry
-    return (((scaled + 0x8000) & _U16) - 0x8000).to(torch.int16)
+        below, tokens = below + entry, num_bins
+    below.mul_(_TOTAL - num_bins).div_(tokens, rounding_mode="floor").add_(entry)
+    return below.add_(0x8000).bitwise_and_(_U16).sub_(0x8000).to(torch.int16)
+
+
+def _counts(symbols: torch.Tensor, num_bins: int) -> torch.Tensor:
+    """How often each layer and channel has each symbol, ``[L, C, num_bins]``."""
+    import torch
+
+    layers, _, channels = symbols.shape
+    cells = layers * channels * num_bins
+    narrow = torch.int32 if cells <= 1 << 31 else torch.int64  # half the memory to write and to read
+    rows = torch.arange(0, cells, num_bins, dtype=narrow, device=symbols.device).view(layers, 1, channels)
+    counted = torch.bincount((rows + symbols).reshape(-1), minlength=cells)
+    return counted.view(layers, channels, num_bins)
 
 
 def encode_fast_new(
