@@ -89,7 +89,10 @@ STRUCTURES = (ShapeDesc, Layout, Object, Transfer)
 
 
 class Rope(ctypes.Structure):
-    _fields_ = [*fields(i32, "tokens heads rotated interleaved"), *fields(i64, "token_stride head_stride")]
+    _fields_ = [
+        *fields(i32, "tokens heads rotated interleaved"),
+        *fields(i64, "token_stride head_stride element_stride positions"),
+    ]
 
 
 # ------------------------------------------------------------------------------------------------- compilers

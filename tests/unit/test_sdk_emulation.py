@@ -407,14 +407,27 @@ def test_planes_of_their_own_width_move_by_slot_into_their_columns() -> None:
 
 
 # ------------------------------------------------------------------------------------------------- rotary
+def rope_table(positions: int, rotated: int, factor: float = 1.0) -> tuple[Any, Any]:
+    """Angles, and the table of their cosines and sines, all multiplied by one factor as YaRN does."""
+    angle = torch.outer(
+        torch.arange(float(positions)), 10000.0 ** (-torch.arange(rotated // 2) / (rotated // 2))
+    )
+    return angle, (torch.cat([angle.cos(), angle.sin()], dim=1) * factor).contiguous()
+
+
+def rotate(keys: Any, table: Any, old: Any, new: Any, rope: sdk.Rope, grid: tuple[int, ...]) -> None:
+    pointers = [ctypes.c_void_p(t.data_ptr()) for t in (keys, table, old, new)]
+    sdk.emulation().emu_rope(*pointers, ctypes.byref(rope), sdk.Four(*grid))
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.7])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("grid", GRIDS)
 def test_keys_are_rotated_from_their_old_positions_to_the_new(
-    interleaved: bool, grid: tuple[int, ...]
+    interleaved: bool, grid: tuple[int, ...], factor: float
 ) -> None:
     tokens, heads, size, rotated = 5, 3, 10, 8
-    angle = torch.outer(torch.arange(50.0), 10000.0 ** (-torch.arange(rotated // 2) / (rotated // 2)))
-    table = torch.cat([angle.cos(), angle.sin()], dim=1).contiguous()
+    angle, table = rope_table(50, rotated, factor)
     plain = torch.randn(tokens, heads, size)
     old, new = torch.randint(0, 50, (tokens,)), torch.randint(0, 50, (tokens,))
 
@@ -422,7 +435,7 @@ def test_keys_are_rotated_from_their_old_positions_to_the_new(
         """By complex numbers, not by the formula of the body."""
         head = plain[..., :rotated]
         pairs = head.unflatten(-1, (-1, 2)) if interleaved else head.unflatten(-1, (2, -1)).transpose(-1, -2)
-        spun = torch.view_as_complex(pairs.contiguous()) * torch.exp(1j * angle[positions])[:, None]
+        spun = torch.view_as_complex(pairs.contiguous()) * torch.exp(1j * angle[positions])[:, None] * factor
         parts = torch.view_as_real(spun)
         out = plain.clone()
         out[..., :rotated] = (parts if interleaved else parts.transpose(-1, -2)).flatten(-2)
@@ -430,7 +443,31 @@ def test_keys_are_rotated_from_their_old_positions_to_the_new(
 
     keys = turned(old).contiguous()
     rope = sdk.Rope(tokens, heads, rotated, interleaved, heads * size, size)
-    pointers = [ctypes.c_void_p(t.data_ptr()) for t in (keys, table, old, new)]
-    sdk.emulation().emu_rope(*pointers, ctypes.byref(rope), sdk.Four(*grid))
+    rotate(keys, table, old, new, rope, grid)
     torch.testing.assert_close(keys, turned(new), rtol=1e-5, atol=1e-5)
     assert torch.equal(keys[..., rotated:], plain[..., rotated:])
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("factor", [1.0, 0.3])
+def test_the_rotation_is_the_baseline_s(interleaved: bool, factor: float) -> None:
+    from lmcache.v1.platform.torch_ops.rope import rotary_embedding_k_fused_strided
+
+    tokens, heads, size, rotated, step = 40, 2, 12, 8, 3
+    _, table = rope_table(30, rotated, factor)
+    memory = torch.randn(tokens, heads, size * step)
+    keys, expected = memory.clone(), memory.clone()
+    old, new = torch.randint(0, 30, (tokens,)), torch.randint(0, 30, (tokens,))
+    rotary_embedding_k_fused_strided(old, new, expected[..., ::step], size, size, table, not interleaved)
+    rope = sdk.Rope(tokens, heads, rotated, interleaved, heads * size * step, size * step, step, 30)
+    rotate(keys, table, old, new, rope, GRIDS[0])
+    torch.testing.assert_close(keys, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_a_key_whose_position_stays_or_is_not_in_the_table_keeps_every_bit() -> None:
+    _, table = rope_table(4, 4, 1.3)
+    keys = torch.tensor([-0.0, float("inf"), float("nan"), 0.1]).repeat(4, 1, 1).contiguous()
+    before = keys.clone()
+    old, new = torch.tensor([3, 1, -1, 0]), torch.tensor([3, 4, 2, -2])
+    rotate(keys, table, old, new, sdk.Rope(4, 1, 4, 0, 4, 4, 1, 4), GRIDS[0])
+    assert torch.equal(keys.view(torch.int32), before.view(torch.int32))

@@ -146,31 +146,56 @@ struct lmc_rope {
     int rotated;    /* leading elements of a head that are rotated: the cache's row is as long */
     int interleaved; /* 1: pairs are neighbours; 0: (i, i + rotated / 2), as in NeoX */
     lmc_i64 token_stride, head_stride;
+    lmc_i64 element_stride; /* from one element of a head to the next; 0 means 1 */
+    lmc_i64 positions;      /* rows of the table: a token of a position outside it stays; 0 means: not looked at */
 };
 
-/* Undo the rotation of the old position and apply that of the new, in place and in float. A grid of x (tokens).
+/* What a pair is multiplied by, as a complex number: z[new] / z[old]. A factor that all of the table has, as YaRN's,
+ * cancels out. */
+struct lmc_rope_turn {
+    float c, s;
+};
+
+LMC_FN lmc_rope_turn lmc_rope_turn_of(float c0, float s0, float c1, float s1)
+{
+    const float norm = c0 * c0 + s0 * s0;
+    const lmc_rope_turn turn = {(c1 * c0 + s1 * s0) / norm, (s1 * c0 - c1 * s0) / norm};
+    return turn;
+}
+
+LMC_FN bool lmc_rope_moves(const lmc_rope &r, lmc_i64 was, lmc_i64 is)
+{
+    return was != is && was >= 0 && is >= 0 && (!r.positions || (was < r.positions && is < r.positions));
+}
+
+/* Keys of the old positions become keys of the new, in place and in float, rounded once. A key whose position stays
+ * keeps every bit. A grid of x (tokens).
  *
+ * keys, table: pointers, or anything whose [lmc_i64] reads as float and, for keys, takes one.
  * table: [positions, rotated], the cosines of a position's half and then its sines.
  */
-template <typename T, typename C, typename Positions>
-LMC_FN void lmc_rope_body(const lmc_rope &r, LMC_GLOBAL T *keys, const LMC_GLOBAL C *table,
-                          const Positions &old_positions, const Positions &new_positions, const lmc_grid &at)
+template <typename Keys, typename Table, typename Positions>
+LMC_FN void lmc_rope_body(const lmc_rope &r, const Keys &keys, const Table &table, const Positions &old_positions,
+                          const Positions &new_positions, const lmc_grid &at)
 {
     const int half = at.y || at.z ? 0 : r.rotated / 2; /* in place: once only */
+    const lmc_i64 step = r.element_stride ? r.element_stride : 1;
     for (int token = at.x; token < r.tokens; token += at.size_x) {
-        const LMC_GLOBAL C *was = table + static_cast<lmc_i64>(old_positions[token]) * r.rotated;
-        const LMC_GLOBAL C *is = table + static_cast<lmc_i64>(new_positions[token]) * r.rotated;
+        const lmc_i64 was = old_positions[token], is = new_positions[token];
+        if (!lmc_rope_moves(r, was, is))
+            continue;
         for (int i = at.thread; i < half * r.heads; i += at.threads) {
             const int pair = i % half;
-            LMC_GLOBAL T *key = keys + token * r.token_stride + i / half * r.head_stride;
-            LMC_GLOBAL T *a = key + (r.interleaved ? 2 * pair : pair);
-            LMC_GLOBAL T *b = key + (r.interleaved ? 2 * pair + 1 : pair + half);
-            const float x = static_cast<float>(*a), y = static_cast<float>(*b);
-            const float c0 = static_cast<float>(was[pair]), s0 = static_cast<float>(was[pair + half]);
-            const float c1 = static_cast<float>(is[pair]), s1 = static_cast<float>(is[pair + half]);
-            const float u = x * c0 + y * s0, v = y * c0 - x * s0;
-            *a = static_cast<T>(u * c1 - v * s1);
-            *b = static_cast<T>(v * c1 + u * s1);
+            const lmc_i64 head = token * r.token_stride + i / half * r.head_stride;
+            const lmc_i64 a = head + (r.interleaved ? 2 * pair : pair) * step;
+            const lmc_i64 b = head + (r.interleaved ? 2 * pair + 1 : pair + half) * step;
+            const lmc_i64 from = was * r.rotated + pair, to = is * r.rotated + pair;
+            const lmc_rope_turn turn =
+                lmc_rope_turn_of(static_cast<float>(table[from]), static_cast<float>(table[from + half]),
+                                 static_cast<float>(table[to]), static_cast<float>(table[to + half]));
+            const float x = static_cast<float>(keys[a]), y = static_cast<float>(keys[b]);
+            keys[a] = x * turn.c - y * turn.s;
+            keys[b] = y * turn.c + x * turn.s;
         }
     }
 }
