@@ -1,0 +1,77 @@
+"""Intel GPUs, as LMCache sees them. Nothing heavy is imported before it is asked for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from lmcache.v1.platform.base.device_spec import DeviceSpec
+
+if TYPE_CHECKING:
+    from lmcache.v1.platform.base.device_ops import DeviceOps
+
+__all__ = ["XpuDeviceSpec"]
+
+_INSTALL = "install a build of torch for XPU (https://download.pytorch.org/whl/xpu)"
+
+
+class XpuDeviceSpec(DeviceSpec):
+    """Intel GPUs: a torch that was built for XPU.
+
+    Inter-process memory and events are not offered, and so neither is lmcache-driven mode: see docs/devices/xpu.md.
+    """
+
+    plugin_api: ClassVar[tuple[int, int]] = (1, 0)
+
+    @property
+    def device_type(self) -> str:
+        return "xpu"
+
+    @property
+    def torch_module_name(self) -> str:
+        return "xpu"
+
+    def is_available(self) -> bool:
+        try:
+            import torch
+
+            return bool(torch.xpu.is_available())
+        except Exception:  # a torch that is broken is found out, and told of, by unavailable_reason
+            return False
+
+    def unavailable_reason(self) -> str:
+        try:
+            import torch
+        except Exception as exc:
+            return f"torch cannot be imported: {exc}; {_INSTALL}"
+        version = getattr(torch, "__version__", "?")
+        built = getattr(getattr(torch, "version", None), "xpu", None)
+        if not hasattr(torch, "xpu") or not built:
+            return f"torch {version} is built without XPU; {_INSTALL}"
+        return (
+            f"torch {version} finds no Intel GPU; install Intel's GPU driver (Level Zero), and give this user the "
+            "group render"
+        )
+
+    @property
+    def ops_cls(self) -> type[DeviceOps]:
+        from lmcache_xpu.ops import XpuDeviceOps
+
+        return XpuDeviceOps
+
+    def get_stream_handle(self, stream: Any) -> int:
+        from lmcache_xpu.runtime import queue_handle
+
+        return queue_handle(stream)
+
+    def create_stream_event(self, device: Any = None) -> Any:
+        module = self._get_torch_module()
+        if device is None:
+            return module.Event()
+        with module.device(device):  # an event belongs to the device on which it is first recorded
+            return module.Event()
+
+    def conformance_stall(self, stream: Any, seconds: float) -> None:
+        """How the conformance kit keeps a stream busy."""
+        from lmcache_xpu import native
+
+        native.load().stall(self.get_stream_handle(stream), seconds)
