@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 
 from helpers.server import refused, run_cli
-from helpers.wheels import build_wheel, environment, install
+from helpers.wheels import ROOT, build_wheel, environment, install
 from lmcache.cli.main import main
 from lmcache.cli.verbs import device_new
 from lmcache.errors import LMCacheError
+from lmcache.v1.platform.base.device_spec import DeviceSpec
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 HAS_COMPILER = any(shutil.which(name) for name in ("c++", "g++", "clang++"))
@@ -131,7 +132,25 @@ def test_every_place_of_the_name_is_spelt_as_that_place_wants_it(tmp_path: Path)
     assert 'foo_2 = "lmcache_foo_2.spec:Foo2DeviceSpec"' in pyproject
     assert 'dependencies = ["lmcache>=1.0,<2"]' in pyproject
     assert "namespace lmcache_foo_2" in (project / "csrc/strided_copy.h").read_text()
-    assert "torch.foo_2.is_available()" in (project / "src/lmcache_foo_2/spec.py").read_text()
+    assert 'torch.device("foo_2")' in (project / "src/lmcache_foo_2/spec.py").read_text()
+
+
+def test_a_device_that_torch_knows_by_another_name_keeps_both(tmp_path: Path) -> None:
+    project = new(tmp_path, "foo_pro", "--torch-device", "foo", "--style", "native")
+    texts = {name: (project / name).read_text() for name in files(project)}
+    assert [name for name, text in texts.items() if "torch.foo_pro" in text or '"foo_pro"])' in text] == []
+    assert 'device_type: ClassVar[str] = "foo"' in texts["src/lmcache_foo_pro/ops.py"]
+    scope: dict[str, type[DeviceSpec]] = {}
+    exec(compile(texts["src/lmcache_foo_pro/spec.py"], "spec.py", "exec"), scope)
+    spec = scope["FooProDeviceSpec"]()
+    assert (spec.backend_name, spec.device_type, spec.torch_module_name) == ("foo_pro", "foo", "foo")
+
+
+def test_the_sample_of_a_vendor_is_the_template_but_for_what_was_changed_by_hand(tmp_path: Path) -> None:
+    sample = ROOT / "examples" / "lmcache-musa-style"
+    project = new(tmp_path, "musa_style", "--torch-device", "musa")
+    ours = {name for name in files(project) if (sample / name).read_text() != (project / name).read_text()}
+    assert ours == {"README.md", "src/lmcache_musa_style/spec.py"}
 
 
 def test_the_text_says_what_to_do_next(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -151,6 +170,13 @@ def test_the_text_says_what_to_do_next(tmp_path: Path, capsys: pytest.CaptureFix
 def test_a_name_that_cannot_serve_everywhere_is_refused(name: str, tmp_path: Path) -> None:
     line = refused(run_cli("device", "new", name, "--directory", str(tmp_path)), 2)
     assert line.startswith(f"lmcache device new: NAME {name!r}: expected a lowercase identifier")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("device", ["Foo", "torch.foo", "", "cpu"])
+def test_a_device_that_torch_cannot_have_is_refused(device: str, tmp_path: Path) -> None:
+    line = refused(run_cli("device", "new", "foo", "--torch-device", device, "--directory", str(tmp_path)), 2)
+    assert line.startswith(f"lmcache device new: --torch-device {device!r}: expected a ")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -183,5 +209,5 @@ def test_a_project_that_cannot_be_written_leaves_nothing_behind(
 
     monkeypatch.setattr(Path, "write_text", full)
     with pytest.raises(LMCacheError, match="cannot be written \\(No space left on device\\)"):
-        device_new.write(tmp_path / "p", "override", device_new.values("foo", "override"))
+        device_new.write(tmp_path / "p", "override", device_new.values("foo", "override", "foo"))
     assert list(tmp_path.iterdir()) == []

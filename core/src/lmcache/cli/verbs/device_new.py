@@ -62,7 +62,12 @@ _TEXTS = {
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("name", metavar="NAME", help="the backend's name, which torch.device also uses: foo")
+    parser.add_argument("name", metavar="NAME", help="the backend's name: foo")
+    parser.add_argument(
+        "--torch-device",
+        metavar="TYPE",
+        help="torch's name of the device, as in torch.device(TYPE) and torch.TYPE (NAME)",
+    )
     parser.add_argument(
         "--style",
         choices=STYLES,
@@ -75,16 +80,17 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the files into a folder that was not there before."""
-    name = _checked(args.name)
+    name = _checked("NAME", args.name)
+    device = name if args.torch_device is None else _checked("--torch-device", args.torch_device)
     project = Path(args.directory, f"lmcache-{name.replace('_', '-')}")
-    files = write(project, args.style, values(name, args.style))
+    files = write(project, args.style, values(name, args.style, device))
     data = {"project": str(project), "style": args.style, "files": files}
     text = f"{project}: {len(files)} files\nnext: cd {project} && pip install '.[test]' && pytest"
     emit(args.format, data, "\n".join(clean(line) for line in text.splitlines()))
     return 0
 
 
-def values(name: str, style: str) -> dict[str, str]:
+def values(name: str, style: str, device: str) -> dict[str, str]:
     """What replaces ``@key@`` in the templates."""
     import lmcache
     from lmcache.v1.platform.base.device_ops import NATIVE_ABI
@@ -94,6 +100,7 @@ def values(name: str, style: str) -> dict[str, str]:
     major, minor = (int(running[1]), int(running[2])) if running and running[1] != "0" else PLUGIN_API
     return {
         "name": name,
+        "device": device,
         "NAME": name.upper(),
         "Name": "".join(part.capitalize() for part in name.split("_")),
         "package": f"lmcache_{name}",
@@ -137,14 +144,14 @@ def write(project: Path, style: str, words: Mapping[str, str]) -> list[str]:
     return sorted(written)
 
 
-def _checked(name: str) -> str:
+def _checked(what: str, name: str) -> str:
     if not _NAME.fullmatch(name) or len(name) > _MAX_NAME:
         raise ConfigError(
-            f"NAME {name!r}: expected a lowercase identifier of at most {_MAX_NAME} characters, such as foo"
-            " or foo_2; it names the backend, the package and torch's device"
+            f"{what} {name!r}: expected a lowercase identifier of at most {_MAX_NAME} characters, such as foo"
+            " or foo_2; NAME names the backend, the package and, without --torch-device, torch's device"
         )
     if name in _BUILT_IN:
-        raise ConfigError(f"NAME {name!r}: expected a name of your own; that backend is part of lmcache")
+        raise ConfigError(f"{what} {name!r}: expected a name of your own; that backend is part of lmcache")
     return name
 
 

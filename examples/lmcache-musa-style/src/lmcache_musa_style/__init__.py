@@ -1,0 +1,1 @@
+"""LMCache on MusaStyle devices. Importing this costs nothing; see spec.py."""
