@@ -129,14 +129,14 @@ def raising(name: str) -> EvictionPolicy:
     return policy
 
 
-@pytest.mark.parametrize("name", ["add", "touch", "remove", "victims"])
+@pytest.mark.parametrize("name", ["add", "touch", "arrange", "remove", "victims"])
 def test_lru_takes_over_from_a_policy_that_raises(name: str) -> None:
     policy, faults = guarded(raising(name))
     cache = Cache(policy)
     cache.put(b"a", b"b", b"c", b"d")
     cache.touch([[b"a"]])
     cache.put(b"e")
-    cache.touch([[b"c"]])
+    cache.touch([[b"c"]], used=False)
     cache.put(b"f")
     assert faults == [f"{name}: SystemExit({name!r})"]
     assert len(cache.holds()) == 4

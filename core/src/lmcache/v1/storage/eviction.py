@@ -26,6 +26,11 @@ class EvictionPolicy(ABC):
         """Held objects were used just now. The last key is the one to keep longest: a prefix of chunks is of
         use only without gaps."""
 
+    def arrange(self, keys: list[bytes]) -> None:
+        """The request of these held objects ended: put them in order, the last to be kept longest. Nobody used
+        them just now, but a policy that does not care may take it for that."""
+        self.touch(keys)
+
     @abstractmethod
     def remove(self, key: bytes) -> None:
         """L1 holds the object no more."""
@@ -84,6 +89,11 @@ class GuardedPolicy(EvictionPolicy):
         self._spare.touch(keys)
         if self._policy is not None:
             self._guard("touch", self._policy.touch, keys)
+
+    def arrange(self, keys: list[bytes]) -> None:
+        self._spare.arrange(keys)
+        if self._policy is not None:
+            self._guard("arrange", self._policy.arrange, keys)
 
     def remove(self, key: bytes) -> None:
         self._spare.remove(key)
