@@ -50,11 +50,18 @@ class AllocatorHistory(RuleBasedStateMachine):
         with pytest.raises(ValueError, match="no allocated range"):
             self.allocator.free(offset)
 
-    @rule(offset=st.integers(-UNIT, 25 * UNIT))
+    @rule(offset=st.integers(-UNIT, 55 * UNIT))
     def free_what_was_never_given(self, offset: int) -> None:
         if offset not in self.live:
             with pytest.raises(ValueError, match="no allocated range"):
                 self.allocator.free(offset)
+
+    @precondition(lambda self: self.capacity < 48 * UNIT)
+    @rule(units=st.integers(1, 6))
+    def grow(self, units: int) -> None:
+        self.allocator.grow(units * UNIT)
+        self.capacity += units * UNIT
+        assert self.allocator.capacity == self.capacity
 
     @rule(size=st.integers(-3, 0))
     def ask_for_nothing(self, size: int) -> None:
@@ -71,6 +78,7 @@ class AllocatorHistory(RuleBasedStateMachine):
         assert at <= self.capacity
         assert self.allocator.used == sum(self.live.values())
         assert self.allocator.largest_free == max(self.gaps(), default=(0, 0))[0]
+        assert self.allocator.tail_free == self.capacity - at
 
     def teardown(self) -> None:
         for offset in self.live:
@@ -116,3 +124,9 @@ def test_an_alignment_that_is_no_power_of_two_is_refused(alignment: int) -> None
 def test_an_arena_smaller_than_one_unit_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one unit"):
         RangeAllocator(UNIT - 1, UNIT)
+
+
+@pytest.mark.parametrize("nbytes", [0, -UNIT, UNIT + 1])
+def test_an_arena_does_not_grow_by_parts_of_a_unit(nbytes: int) -> None:
+    with pytest.raises(ValueError, match=f"growth by {nbytes} bytes: expected a positive multiple of {UNIT}"):
+        RangeAllocator(UNIT, UNIT).grow(nbytes)

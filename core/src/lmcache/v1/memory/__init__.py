@@ -1,1 +1,1 @@
-"""Allocation of host memory. Knows offsets and sizes, no tensors."""
+"""Host memory: ranges, arenas, memory objects and their allocators. ``lmcache.v1.memory_management`` has the names."""

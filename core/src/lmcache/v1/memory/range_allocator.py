@@ -32,6 +32,29 @@ class RangeAllocator:
     def largest_free(self) -> int:
         return self._by_size[-1][0] if self._by_size else 0
 
+    @property
+    def tail_free(self) -> int:
+        """Bytes of the free range that ends where the arena ends."""
+        start = self._free_end.get(self.capacity)
+        return 0 if start is None else self.capacity - start
+
+    def grow(self, nbytes: int) -> None:
+        """Append ``nbytes`` to the arena; the last free range grows with it.
+
+        Raises:
+            ValueError: if that is not a positive multiple of the alignment.
+        """
+        if nbytes <= 0 or nbytes % self.alignment:
+            raise ValueError(f"growth by {nbytes} bytes: expected a positive multiple of {self.alignment}")
+        offset, size = self.capacity, nbytes
+        self.capacity += nbytes
+        before = self._free_end.get(offset)
+        if before is not None:
+            size += offset - before
+            self._remove(before, offset - before)
+            offset = before
+        self._insert(offset, size)
+
     def rounded(self, size: int) -> int:
         return (size + self.alignment - 1) & -self.alignment
 
