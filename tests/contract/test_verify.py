@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
-import time
 import xml.etree.ElementTree as ElementTree
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from helpers.fake_backends import FAKES, FakeBackend, install_badly_packed, install_fakes, verify
+from helpers.server import wait_for
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
@@ -58,6 +60,9 @@ def test_the_cpu_conforms_at_every_level_that_it_declares(site: Path, tmp_path: 
     reasons = {row["why"] for row in report["unsupported"]}
     assert reasons <= {
         "not declared: asynchronous",
+        "not declared: direct-copies",
+        "not declared: group-plans",
+        "not declared: group-plans, asynchronous",
         "not declared: pinning",
         "not a wheel of its own: it ships with the core",
     }
@@ -72,6 +77,15 @@ def test_a_sound_wheel_conforms_in_all_that_the_bad_ones_fail(site: Path) -> Non
     assert {fake.caught_by for fake in FAKES if fake.caught_by.startswith("test_streams")} <= set(
         report["passed"]
     )
+
+
+def test_a_wheel_is_judged_as_a_wheel_where_its_device_is_absent(site: Path) -> None:
+    report = found(site, "fake_absent", "--level", "packaging", code=0)
+    modules = {test.partition(".")[0] for test in report["passed"]}
+    assert modules == {"test_level", "test_identity", "test_discovery"}
+    assert report["unsupported"] == report["not_shown"] == []
+    report = found(site, "fake_absent", "--level", "basic", "--only", "test_level", code=1)
+    assert "device" in report["failed"][0]["why"]
 
 
 @pytest.mark.parametrize("fake", FAKES, ids=lambda fake: fake.name)
@@ -153,18 +167,46 @@ def test_a_run_that_is_not_done_in_time_says_where_it_was(site: Path) -> None:
     assert not report["finished"]
 
 
-def test_an_interrupt_ends_everything_that_was_started() -> None:
+@pytest.mark.parametrize(
+    ("signum", "code"),
+    [
+        (signal.SIGINT, 130),
+        (signal.SIGTERM, 143),
+        (signal.SIGHUP, 129),
+        (signal.SIGKILL, -9),
+    ],
+    ids=str,
+)
+def test_whatever_ends_a_run_ends_everything_that_was_started(tmp_path: Path, signum: int, code: int) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "lmcache.cli.main", "device", "verify", "cpu", "--only", "test_end_to_end"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp_path)},
     )  # fmt: skip
-    time.sleep(3)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    process.send_signal(signal.SIGINT)
+    started = wait_for(
+        lambda: len(family(process.pid)) > 1 and family(process.pid), 60, "a server is started"
+    )
+    process.send_signal(signum)
     process.communicate(timeout=30)
-    assert process.returncode == 130
-    assert children
-    assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
+    assert process.returncode == code
+    wait_for(lambda: not [pid for pid in started if runs(pid)], 20, f"{started} are gone")
+    assert signum == signal.SIGKILL or list(tmp_path.iterdir()) == []
+
+
+def family(pid: int) -> list[int]:
+    """The processes that a process has started, and those that they have."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # it ended meanwhile
+            for child in map(int, task.read_text().split()):
+                found += [child, *family(child)]
+    return found
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 # ---- expected failures
@@ -216,6 +258,9 @@ def test_an_expression_that_names_no_test_is_refused(site: Path) -> None:
         ("--expected", "{folder}/list.json", "expected an object of test name to reason"),
         ("--report", "{folder}/none/report.json", "expected a file in a folder"),
         ("--junit", "{folder}", "expected a file in a folder"),
+        ("--report", "/proc/report.json", "expected a file in a folder"),
+        ("--junit", "/proc/self/status", "expected a file in a folder"),
+        ("--junit", "{folder}/" + 300 * "x", "expected a file in a folder"),
         ("--level", "best", "invalid choice"),
         ("--timeout", "0", "expected seconds above 0"),
     ],
@@ -227,3 +272,32 @@ def test_a_flag_that_cannot_be_used_is_refused_in_one_line(
     line = refused(site, "cpu", flag, value.format(folder=tmp_path), code=2)
     assert flag in line
     assert said in line
+
+
+def test_two_reports_do_not_go_into_one_file(site: Path, tmp_path: Path) -> None:
+    both = str(tmp_path / "report")
+    assert "another file" in refused(site, "cpu", "--report", both, "--junit", both, code=2)
+
+
+# ---- what is written
+
+
+def test_a_report_may_go_to_a_pipe_and_leaves_it_one(site: Path, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with subprocess.Popen(["cat", str(pipe)], stdout=subprocess.PIPE, text=True) as reader:
+        done = verify(site, "cpu", "--only", "test_level", "--report", str(pipe))
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert json.loads(reader.communicate(timeout=20)[0])["only"] == "test_level"
+    assert pipe.is_fifo()
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
+
+
+def test_a_report_that_cannot_be_written_is_one_line_behind_what_was_found(site: Path) -> None:
+    done = verify(site, "cpu", "--only", "test_level", "--report", "/dev/full")
+    assert done.returncode == 1
+    assert "passes what --only names at level basic" in done.stdout
+    assert done.stderr.splitlines()[-1] == (
+        "lmcache device verify: --report /dev/full: cannot be written (No space left on device); choose another"
+    )
+    assert Path("/dev/full").is_char_device()

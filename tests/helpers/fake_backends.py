@@ -56,6 +56,11 @@ class Fake_Good(Fake):
     pass
 
 
+class Fake_Absent(Fake):
+    def is_available(self):
+        return False
+
+
 class Fake_Async(Asynchronous):
     pass
 
@@ -268,7 +273,7 @@ FAKES = (
         "fake_leaks", "test_tensor_ipc.test_mapping_and_closing_leaves_nothing_open", "lmcache-driven"
     ),
 )
-_SOUND = ("fake_good", "fake_async", "fake_crash", "fake_hang")
+_SOUND = ("fake_good", "fake_absent", "fake_async", "fake_crash", "fake_hang")
 
 
 def install_fakes(folder: Path) -> Path:

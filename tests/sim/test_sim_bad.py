@@ -147,6 +147,22 @@ def test_the_kit_catches_a_mapping_that_leaks(catch: Catch) -> None:
     catch("leaks_a_mapping", IPC + "test_mapping_and_closing_leaves_nothing_open")
 
 
+# ----------------------------------------------------------------------------------------------------------- plans
+STEPS = "test_plans.test_a_plan_does_its_steps_one_after_the_other"
+
+
+def test_the_kit_catches_a_plan_that_uses_its_buffers_again_too_early(catch: Catch) -> None:
+    catch("plan_stages_too_early", STEPS)
+
+
+def test_the_kit_catches_a_plan_that_leaves_out_its_last_step(catch: Catch) -> None:
+    catch("plan_ends_too_early", STEPS)
+
+
+def test_the_kit_catches_a_direct_copy_that_takes_the_blocks_of_another_object(catch: Catch) -> None:
+    catch("direct_copy_of_the_first_chunk", "test_plans.test_a_direct_copy_moves_exactly_the_named_objects")
+
+
 # -------------------------------------------------------------------------------------------------------- the rest
 def test_the_kit_catches_staging_buffers_that_overlap(catch: Catch) -> None:
     catch("staging_overlaps", "test_cache_context.test_staging_slots_are_apart_and_on_the_device")

@@ -26,6 +26,7 @@ def test_the_device_conforms_at_the_highest_level_with_nothing_unseen(good_sim: 
         "cache_context",
         "end_to_end",
         "streams",
+        "plans",
         "faults",
     ):
         assert any(name.startswith(f"test_{group}.") for name in good_sim["passed"]), group

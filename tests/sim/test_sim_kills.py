@@ -5,7 +5,6 @@ Ten seeded rounds, or as many as LMCACHE_SIM_KILLS says.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.peer import check_nothing_left, segments
 from helpers.server import RunningServer, dead_port, running_server, wait_for
 from helpers.sim_engine import CHUNK, Nursery, Prompt, SimEngine
 
@@ -63,7 +63,7 @@ class Rounds:
     def __init__(self, nursery: Nursery, mode: str, seed: int) -> None:
         self.chance = random.Random(seed)
         self.port = dead_port()
-        self.segments = set(os.listdir("/dev/shm"))
+        self.segments = segments()
         self._numbers = iter(range(1 << 30))
         self.server = self._start()
         self.engine = SimEngine(nursery, f"tcp://127.0.0.1:{self.port}", mode, f"{mode}-{seed}")
@@ -151,11 +151,11 @@ class Rounds:
             now = worker.call("counts")
             assert all(now[name] <= before[name] for name in before), (victim, now, before)
         wait_for(lambda: not self._leases(), SETTLE_SECONDS, f"{victim} was killed: {self._leases()} left")
-        assert set(os.listdir("/dev/shm")) <= self.segments
+        check_nothing_left(self.segments)
 
     def _leases(self) -> dict[str, int]:
         """What the server holds for clients."""
-        l1 = json.loads(self.server.get("/status")[1])["l1"]
+        l1 = self.server.state()["l1"]
         names = ("read_leases", "write_leases", "pinned_objects", "reserved_bytes")
         return {name: l1[name] for name in names if l1[name]}
 

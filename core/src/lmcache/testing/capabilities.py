@@ -38,6 +38,12 @@ CAPABILITIES: Mapping[str, _Capability] = {
     "completion": _Capability(
         "record_completion_on_stream keeps the stream's order", _has_op("record_completion_on_stream")
     ),
+    "group-plans": _Capability(
+        "execute_object_group_transfer is there", _has_op("execute_object_group_transfer")
+    ),
+    "direct-copies": _Capability(
+        "execute_direct_copy_transfer is there", _has_op("execute_direct_copy_transfer")
+    ),
     "asynchronous": _Capability(
         "work may be under way when a call returns", lambda spec: not spec.get_ops().is_synchronous
     ),
@@ -62,13 +68,15 @@ CAPABILITIES: Mapping[str, _Capability] = {
 }
 
 LEVELS: Mapping[str, tuple[str, ...]] = {
+    "packaging": (),
     "basic": ("device", "block-transfer"),
     "native": ("device", "block-transfer", "native-ops"),
     "lmcache-driven": (
         "device", "block-transfer", "completion", "event-ipc", "tensor-ipc", "cache-context", "lmcache-driven",
     ),
 }  # fmt: skip
-"""What each level asks for. A higher level also tests what the lower ones do."""
+"""What each level asks for. A higher level also tests what the lower ones do. The lowest needs no device: it looks at
+names, declarations, the wheel and discovery, as a machine that only builds can."""
 
 
 def is_in_level(capability: str, level: str) -> bool:

@@ -35,6 +35,8 @@ class Report:
 
     backend: str
     level: str
+    only: str = ""
+    """The expression that chose tests; empty: all were to run."""
     source: str = ""
     """Distribution and version."""
     lmcache: str = ""
@@ -88,8 +90,12 @@ class Report:
     def save(self, path: Path) -> None:
         """Write as JSON, all or nothing: a run that dies leaves what it had found."""
         scratch = path.with_name(f".{path.name}.part")
-        scratch.write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
+        scratch.write_text(self.json(), encoding="utf-8")
         scratch.replace(path)
+
+    def json(self) -> str:
+        """All of it, as JSON."""
+        return json.dumps(self.as_dict(), indent=2) + "\n"
 
     def as_dict(self) -> dict[str, Any]:
         """The fields, and ``ok``."""
@@ -115,6 +121,8 @@ class Report:
         counts += [f"{len(self.unsupported)} unsupported", f"{len(self.not_shown)} not shown"]
         counts += [f"{len(self.expected_failures)} failed as expected"]
         verdict = "conforms" if self.ok else "does NOT conform"
+        if self.only and self.ok:
+            verdict = "passes what --only names"
         told = f"{self.backend} ({self.source}) {verdict} at level {self.level}"
         yield f"{told}: {', '.join(counts)} in {self.seconds:.0f} s"
 

@@ -198,6 +198,34 @@ class WaitDoesNothing(SimEventBackend):
         return None
 
 
+class PlanStagesTooEarly(_Faulty):
+    """All that is staged is staged first, and buffers are used again before they were read."""
+
+    def spoil(self) -> None:
+        self.replace("execute_object_group_transfer", self.plan)
+
+    def plan(self, direction: int, device: Any, alignment: int, groups: Any, steps: Any, *more: Any) -> None:
+        split = [type(step)(step.staging, []) for step in steps] + [
+            type(step)([], step.launches) for step in steps
+        ]
+        order = split if not direction else split[len(steps) :] + split[: len(steps)]
+        native.execute_object_group_transfer(direction, device, alignment, groups, order, *more)
+
+
+class PlanEndsTooEarly(PlanStagesTooEarly):
+    def plan(self, direction: int, device: Any, alignment: int, groups: Any, steps: Any, *more: Any) -> None:
+        native.execute_object_group_transfer(direction, device, alignment, groups, steps[:-1], *more)
+
+
+class DirectCopyOfTheFirstChunk(_Faulty):
+    def spoil(self) -> None:
+        self.replace("execute_direct_copy_transfer", self.plan)
+
+    def plan(self, direction: int, device: Any, alignment: int, groups: Any, objects: Any) -> None:
+        first = [replace(chunk, chunk_idx=0) for chunk in objects]
+        native.execute_direct_copy_transfer(direction, device, alignment, groups, first)
+
+
 class OneHandleForAll(SimEventBackend):
     first: bytes = b""
 

@@ -10,15 +10,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lmcache.cli.args import add_format, seconds
 from lmcache.cli.output import clean, emit
-from lmcache.errors import ConfigError, StartupError
+from lmcache.errors import ConfigError, LMCacheError, StartupError
 
 if TYPE_CHECKING:
     from lmcache.testing.report import Report
@@ -64,20 +64,41 @@ def run(args: argparse.Namespace) -> int:
             f"needs {' and '.join(absent)}: pip install 'lmcache[testing]', and your device's torch"
         )
     _check_files(args)
-    with tempfile.TemporaryDirectory(prefix="lmcache-verify-") as scratch:
+    with _ended_by_signals(), tempfile.TemporaryDirectory(prefix="lmcache-verify-") as scratch:
         report = _verify(args, Path(scratch))
-    if args.report:
-        report.save(Path(args.report))
-    if args.junit:
-        Path(args.junit).write_text(report.junit(), encoding="utf-8")
     emit(args.format, report.as_dict(), "\n".join(clean(line) for line in report.lines()))
+    for flag, path, text in (("--report", args.report, report.json), ("--junit", args.junit, report.junit)):
+        if path:
+            try:
+                Path(path).write_text(text(), encoding="utf-8")
+            except OSError as exc:
+                raise LMCacheError(
+                    f"{flag} {path}: cannot be written ({exc.strerror}); choose another"
+                ) from None
     return 0 if report.ok else 1
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """What CI sends to end a job ends this process as an interrupt does: with all that it has started."""
+
+    def end(signum: int, _: object) -> None:
+        raise SystemExit(128 + signum)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _check_files(args: argparse.Namespace) -> None:
     for flag, path in (("--report", args.report), ("--junit", args.junit)):
-        if path and (Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK)):
-            raise ConfigError(f"{flag} {path}: expected a file in a folder that can be written to")
+        if path:
+            _check_writable(flag, Path(path))
+    if args.report and args.junit and Path(args.report).absolute() == Path(args.junit).absolute():
+        raise ConfigError(f"--junit {args.junit}: expected another file than that of --report")
     if args.expected:
         try:
             data = json.loads(Path(args.expected).read_text(encoding="utf-8"))
@@ -87,6 +108,23 @@ def _check_files(args: argparse.Namespace) -> None:
             raise ConfigError(
                 f"--expected {args.expected}: expected an object of test name to reason, both text"
             )
+
+
+def _check_writable(flag: str, path: Path) -> None:
+    """By doing it: who may write where is for the kernel to say, and after a run of minutes it is too late."""
+    try:
+        is_new = not path.exists()
+        if not (is_new or path.is_file() or path.is_dir()):
+            return  # a pipe or a terminal: to open it now would have effects
+        with path.open("ab"):
+            pass
+        if is_new:
+            path.unlink()
+    except (OSError, ValueError) as exc:  # ValueError: a NUL in it
+        reason = getattr(exc, "strerror", None) or exc
+        raise ConfigError(
+            f"{flag} {path}: expected a file in a folder that can be written to ({reason})"
+        ) from None
 
 
 def _verify(args: argparse.Namespace, scratch: Path) -> Report:
@@ -134,15 +172,17 @@ def _how(code: int | None, path: Path, args: argparse.Namespace) -> str:
 def _run_once(settings: Settings, deadline: float, quiet: bool) -> int | None:
     """The exit code of the process that runs the suite; None if it was not done in time.
 
-    It leads a process group of its own, so that what it started ends with it, however it ends.
+    It leads a process group of its own, so that what it started ends with it, however it ends. Its standard input
+    says whether we live; see :func:`lmcache.testing.runner.end_with_parent`.
     """
     process = subprocess.Popen(
         [sys.executable, "-m", "lmcache.testing.runner", json.dumps(asdict(settings))],
         env=_environment(settings.backend),
-        stdin=subprocess.DEVNULL,
+        stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL if quiet else None,
         start_new_session=True,
     )
+    assert process.stdin is not None  # noqa: S101 -- asked for above
     try:
         return process.wait(max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
@@ -151,6 +191,7 @@ def _run_once(settings: Settings, deadline: float, quiet: bool) -> int | None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        process.stdin.close()
 
 
 def _environment(name: str) -> Mapping[str, str]:

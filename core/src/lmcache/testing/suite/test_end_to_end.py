@@ -11,6 +11,7 @@ import pytest
 
 from lmcache.testing import needs
 from lmcache.testing.engine import BLOCK, CHUNK, Engine, Server, running_server
+from lmcache.v1.multiprocess.transfer_context.worker_transfer import LoadItem
 
 pytestmark = needs("device")
 
@@ -149,7 +150,7 @@ def test_two_engines_share_what_one_of_them_stored(
         other.close()
 
 
-def test_a_dead_server_costs_the_cache_and_nothing_else(device: Any, mode: str) -> None:
+def test_a_dead_server_costs_the_cache_and_nothing_else(device: Any, dev: Any, mode: str) -> None:
     with running_server() as running:
         one = Engine(running, device, mode, "alone", control_timeout=2.0)
         try:
@@ -161,7 +162,10 @@ def test_a_dead_server_costs_the_cache_and_nothing_else(device: Any, mode: str) 
             running.process.send_signal(signal.SIGKILL)
             running.process.wait(20)
             assert one.store(_prompt(1), [5, 6]) == 0
-            assert found.chunks == 2
-            assert lease
+            before = _pages(one)
+            item = LoadItem("g", lease, found.epoch, found.slots[0], [[9, 10, 11, 12]], [0])
+            assert one.context.load([item]) == [item], "a load from a dead server did not fail"
+            dev.synchronize()
+            assert all((now == was).all() for now, was in zip(_pages(one), before, strict=True))
         finally:
             one.close()

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from lmcache.testing.capabilities import CAPABILITIES
 from lmcache.testing.runner import Run
 from lmcache.v1.platform.base.device_spec import DeviceSpec, MPTransferMode
 
 
 def test_the_level_s_capabilities_are_declared(run: Run) -> None:
     missing = run.capabilities.missing_for(run.level)
-    told = {name: run.capabilities.faults.get(name, "not declared") for name in missing}
+    told = {name: run.capabilities.faults.get(name, _not_so(name)) for name in missing}
     assert not told, f"level {run.level} needs: {told}"
+
+
+def _not_so(name: str) -> str:
+    return f"not declared; expected that {CAPABILITIES[name].what}"
 
 
 def test_no_declaration_raises(run: Run) -> None:

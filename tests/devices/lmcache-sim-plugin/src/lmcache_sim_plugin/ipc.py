@@ -44,6 +44,7 @@ class SimIPCWrapper(DeviceIPCWrapper):
         self._views: tuple[Any, ...] = ()
         self._closed = False
         self.planes = tuple(plane.tensor for plane in wire.planes)
+        self.exporter_pids = frozenset(torch.sim.ipc_owner(plane.handle) for plane in wire.planes)
 
     @classmethod
     def wrap(cls, value: Any) -> SimIPCWrapper:

@@ -16,11 +16,19 @@ from lmcache.errors import LayoutError
 from lmcache.v1.kv_layout import KVFormat, kv_format, kv_formats
 from lmcache_sim_plugin import _library
 from lmcache_sim_plugin._library import Table, Transfer, on_device, on_host
+from lmcache_sim_plugin._plans import (  # noqa: F401 -- ops of this module
+    BLOCK_FORMATS,
+    DIRECT_FORMATS,
+    batch_memcpy_supported,
+    direct_copy_format_supported,
+    execute_direct_copy_transfer,
+    execute_object_group_transfer,
+    pop_completed_phase_timings,
+)
 from lmcache_sim_plugin._slots import multi_layer, single_layer, two_tensors
 
 LMCACHE_NATIVE_ABI = _library.ABI
 
-_BLOCKS = tuple(row.id for row in kv_formats() if row.is_block_addressable and "NP" not in row.dims.levels)
 _SLOTS = tuple(
     row.id
     for row in kv_formats()
@@ -32,10 +40,12 @@ _LAYERS = tuple(i for i in _SLOTS if not kv_format(i).is_cross_layer)
 _SEPARATE = tuple(i for i in _SLOTS if kv_format(i).is_kv_list or kv_format(i).is_mla)
 
 LMCACHE_OP_FORMATS = {
-    "multi_layer_block_kv_transfer": _BLOCKS,
+    "multi_layer_block_kv_transfer": BLOCK_FORMATS,
     "multi_layer_kv_transfer": _SLOTS,
     "multi_layer_kv_transfer_unilateral": _SEPARATE,
     "single_layer_kv_transfer": _LAYERS,
+    "execute_object_group_transfer": BLOCK_FORMATS,
+    "execute_direct_copy_transfer": DIRECT_FORMATS,
 }
 LMCACHE_OP_OPERANDS = {
     "multi_layer_block_kv_transfer": ("pointers",),
@@ -47,6 +57,8 @@ LMCACHE_OP_OPERANDS = {
     "tensor_from_ptr": ("pointers",),
     "record_completion_on_stream": (),
     "drain_recorded_completions": (),
+    "execute_object_group_transfer": ("pointers",),
+    "execute_direct_copy_transfer": ("pointers",),
 }
 
 

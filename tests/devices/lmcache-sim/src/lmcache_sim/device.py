@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import uuid
 from collections.abc import Iterable
 from ctypes import c_uint8, c_uint64
@@ -12,6 +13,8 @@ import torch
 
 from lmcache_sim import _driver
 from lmcache_sim.streams import Event, Stream, current_stream, default_stream, index_of, set_stream, stream
+
+_PID_IN_HANDLE = 8  # csrc/runtime/handle.hpp
 
 __all__ = [
     "DeviceProperties",
@@ -32,6 +35,7 @@ __all__ = [
     "ipc_close",
     "ipc_export",
     "ipc_open",
+    "ipc_owner",
     "is_available",
     "is_initialized",
     "max_memory_allocated",
@@ -224,6 +228,11 @@ def ipc_open(handle: bytes) -> int:
         RuntimeError: Its process has ended, it was freed, or this process does not see its device.
     """
     return int(_driver.out(c_uint64, "ipc_open", _driver.handle_buffer(handle)))
+
+
+def ipc_owner(handle: bytes) -> int:
+    """The process whose memory a handle says it is. Nothing is opened, and nothing of it is believed yet."""
+    return int(struct.unpack_from("<i", handle, _PID_IN_HANDLE)[0])
 
 
 def ipc_close(base: int) -> None:
