@@ -11,6 +11,7 @@ import functools
 import glob
 import hashlib
 import os
+import platform
 import shutil
 import signal
 import subprocess
@@ -28,6 +29,9 @@ NOX = ROOT / ".nox"
 CORE = ROOT / "core"
 SIM = ROOT / "tests" / "devices" / "lmcache-sim"
 SIM_PLUGIN = ROOT / "tests" / "devices" / "lmcache-sim-plugin"
+sys.path.insert(0, str(ROOT / "tools"))
+import wheels  # noqa: E402  (tools/wheels.py: a row per device wheel of this repository)
+
 TOOLS = "constraints/tools.txt"
 TORCH_CPU = "constraints/torch-cpu.txt"
 VLLM_CPU = "constraints/vllm-cpu.txt"
@@ -212,13 +216,12 @@ def types(session: nox.Session) -> None:
 
 def unit_tests(session: nox.Session) -> None:
     """The tests that need neither torch nor an engine, on one Python."""
-    more = (
-        SDK_TOOLS if session.name.endswith(MAIN_VERSION) else ()
-    )  # what compilers say does not hang on Python
-    prepare(session, (WHEEL, *TEST_TOOLS, *more, "-c", TOOLS))
-    whole = session.name.endswith((VERSIONS[0], MAIN_VERSION))
-    contract = ("tests/contract",) if whole else DISCOVERY
-    pytest(session, ("tests/unit", *contract, "tests/fuzz"), "not torch and not vllm")
+    version = session.name.removeprefix("unit-")
+    contract = ("tests/contract",) if version in (VERSIONS[0], MAIN_VERSION) else DISCOVERY
+    # What compilers say does not hang on Python, nor does the audit of wheels.
+    tools, audit = (SDK_TOOLS, ("tests/wheels",)) if version == MAIN_VERSION else ((), ())
+    prepare(session, (WHEEL, *TEST_TOOLS, *tools, "-c", TOOLS))
+    pytest(session, ("tests/unit", *contract, "tests/fuzz", *audit), "not torch and not vllm")
 
 
 for _version, _path in PYTHONS.items():
@@ -283,7 +286,7 @@ def e2e_vllm(session: nox.Session) -> None:
 
 LEGS = {
     "checks, unit tests, simulated device": ("lint", "types", "unit", "sim"),
-    "torch and vLLM": ("unit_torch", "e2e_vllm"),
+    "torch, vLLM, device wheels": ("unit_torch", "e2e_vllm", *wheels.PLUGINS),
 }
 
 
@@ -368,3 +371,75 @@ def build(session: nox.Session) -> None:
     dist.mkdir(exist_ok=True)
     built = shutil.copy2(core_wheel(session), dist)
     session.log(f"built {Path(built).relative_to(ROOT)}")
+
+
+# ----------------------------------------------------------------------------------------------- device wheels
+def plugin_of(session: nox.Session) -> wheels.Plugin:
+    """The plugin whose name is in the session's: build(cuda), build(cuda, 3.12), audit(cuda), cuda."""
+    return wheels.PLUGINS[session.name.rpartition("(")[2].rstrip(")").partition(",")[0]]
+
+
+def more(packages: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """A step of installation, if there is anything to install."""
+    return [packages] if packages else []
+
+
+def plugin_folder(plugin: wheels.Plugin, python: str = "") -> Path:
+    key = digest(wheels.source_digest(plugin), Path(TOOLS).read_bytes(), python or MAIN or sys.executable)
+    return NOX / "wheels" / f"{plugin.folder.name}-{key}"
+
+
+def build_plugin(session: nox.Session) -> None:
+    """A device wheel with its manylinux tag, and its source distribution, into dist/; it is imported once."""
+    plugin = plugin_of(session)
+    prepare(session, (*wheels.BUILD_TOOLS, "-c", TOOLS), *more(plugin.build_packages))
+    folder = plugin_folder(plugin, str(session.python or ""))
+    made = wheels.built(session, plugin, folder, lambda: wheels.compilers(session, plugin, NOX))
+    dist = ROOT / "dist"
+    dist.mkdir(exist_ok=True)
+    for path in sorted(made.iterdir()):
+        session.log(f"built {Path(shutil.copy2(path, dist)).relative_to(ROOT)}")
+    session.install("--no-deps", "--no-index", "--force-reinstall", *map(str, made.glob("*.whl")))
+    session.run("python", "-c", wheels.import_line(plugin), silent=True)
+
+
+def audit_plugin(session: nox.Session) -> None:
+    """What is in a built device wheel: contents, tags, libraries, device code, licence. After build(x)."""
+    plugin = plugin_of(session)
+    built = sorted(plugin_folder(plugin).glob("*.whl"))
+    if not built:
+        session.error(f"no wheel of this tree: run ./dev 'build({plugin.name})' first")
+    prepare(session, (WHEEL, "-c", TOOLS))
+    # Not built in an image for publishing: it may ask for this machine's glibc.
+    glibc = ("--glibc", platform.libc_ver()[1]) if sys.platform == "linux" else ()
+    audited = session.posargs or [*glibc, *map(str, built)]
+    session.run("python", "-m", "audit", plugin.name, *audited, env={"PYTHONPATH": "tools"})
+
+
+def test_plugin(session: nox.Session) -> None:
+    """A device wheel, built, audited, and tested as it is installed, over a fake of the driver."""
+    plugin = plugin_of(session)
+    first = [f"{task}({plugin.name})" for task in ("build", "audit")]
+    session.run(sys.executable, "-m", "nox", "-f", __file__, "-s", *first, external=True)
+    constraints = ("-c", TORCH_CPU, "-c", VLLM_CPU, "-c", TOOLS)
+    tools = (*TEST_TOOLS, *wheels.TEST_TOOLS)
+    prepare(session, (f"{WHEEL}[testing]", *tools, *constraints), *more(plugin.test_packages), torch=True)
+    if plugin.simulated:
+        install_sim(session)
+    made = plugin_folder(plugin)
+    (wheel,) = made.glob("*.whl")
+    stamp = Path(session.virtualenv.location, "plugin.stamp")
+    if not stamp.is_file() or stamp.read_text() != str(wheel):
+        session.install("--no-deps", "--force-reinstall", str(wheel))
+        stamp.write_text(str(wheel))
+    env = {"LMCACHE_BUILT_WHEELS": str(made), **wheels.fake_driver(session, plugin), **OFFLINE}
+    pytest(session, (str(plugin.folder / "tests"),), "not vllm", **env)
+
+
+for _plugin in wheels.PLUGINS:
+    nox.session(python=MAIN, name=f"build({_plugin})")(build_plugin)
+    for _version, _path in PYTHONS.items():
+        if _version != MAIN_VERSION:  # not in `tests`: a minute each
+            nox.session(python=_path, name=f"build({_plugin}, {_version})")(build_plugin)
+    nox.session(python=MAIN, name=f"audit({_plugin})")(audit_plugin)
+    nox.session(python=MAIN, name=_plugin)(test_plugin)

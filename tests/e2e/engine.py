@@ -13,6 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from e2e.forked import ForkedEngine
+
 TESTS = Path(__file__).parent.parent
 START_SECONDS = 240
 
@@ -25,7 +27,9 @@ class EngineProcess:
     """``engine.generate(...)`` and the other commands of ``engine_main.Engine``.
 
     Args:
-        python, main, env: the interpreter, the module run as its main, and variables that differ from ours.
+        main: a module that is run as the main of a fresh interpreter; without it the engine is forked from one
+            that has imported vLLM.
+        python, env: that interpreter, and variables that differ from ours.
         settings: of vLLM's ``LLM``.
     """
 
@@ -36,7 +40,7 @@ class EngineProcess:
         connector: dict[str, Any] | None = None,
         *,
         python: str = sys.executable,
-        main: str = "e2e.engine_main",
+        main: str | None = None,
         env: dict[str, str] | None = None,
         **settings: Any,
     ) -> None:
@@ -45,17 +49,25 @@ class EngineProcess:
         self._answers_fd, up = os.pipe()
         variables = os.environ | {
             "VLLM_CPU_KVCACHE_SPACE": "1",
+            # Several engines and servers share as few as two cores: a thread each, wherever the kernel puts it.
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
             "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
             "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]),
         }
+        variables |= env or {}
+        self.process: subprocess.Popen[bytes] | ForkedEngine
         with open(log, "wb") as out:
-            self.process = subprocess.Popen(
-                [python, "-m", main, str(down), str(up)],
-                pass_fds=(down, up), stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
-                env=variables | (env or {}), start_new_session=True,
-            )  # fmt: skip
+            if main is None:
+                self.process = ForkedEngine(str(log), variables, down, up)
+            else:
+                self.process = subprocess.Popen(
+                    [python, "-m", main, str(down), str(up)],
+                    pass_fds=(down, up), stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
+                    env=variables, start_new_session=True,
+                )  # fmt: skip
         os.close(down)
         os.close(up)
         self._buffer = b""

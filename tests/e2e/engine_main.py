@@ -98,7 +98,12 @@ class Engine:
 
 
 def main() -> None:
-    commands, answers = os.fdopen(int(sys.argv[1])), os.fdopen(int(sys.argv[2]), "w")
+    serve(int(sys.argv[1]), int(sys.argv[2]))
+
+
+def serve(commands_fd: int, answers_fd: int) -> None:
+    """Make the engine of the first line, then answer one line after the other until there is no more."""
+    commands, answers = os.fdopen(commands_fd), os.fdopen(answers_fd, "w")
 
     def answer(value: Any) -> None:
         answers.write(json.dumps(value) + "\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 from collections.abc import Callable
@@ -12,7 +11,8 @@ import pytest
 
 from e2e.conftest import tokens
 from e2e.engine import connector, engine
-from e2e.server import Server, until
+from helpers.peer import check_nothing_left, segments
+from helpers.server import Server, wait_for
 
 pytestmark = pytest.mark.vllm
 
@@ -27,18 +27,14 @@ def _kv_mapped(pid: int) -> int:
     return sum(int(end, 16) - int(start, 16) for start, end in spans) >> 10
 
 
-def _segments() -> set[str]:
-    return {name for name in os.listdir("/dev/shm") if name.startswith("lmcache")}
-
-
 def test_a_server_that_dies_or_stops_costs_hits_and_a_killed_engine_leaves_nothing(
     model_dir: Callable[[str], Path], log: Path
 ) -> None:
     one, batch = tokens(800, 1100), [tokens(810 + i, 500 + 40 * i) for i in range(6)]
-    names = _segments()
+    names = segments()
     transfer = {"lmcache.mp.mp_transfer_mode": "lmcache_driven"}
     with Server() as server, engine(model_dir("gqa"), log, connector(server.port, **transfer)) as process:
-        until(lambda: process.worker("transfer_path") == "device", BACK, "the worker's session")
+        wait_for(lambda: process.worker("transfer_path") == "device", BACK, "the worker's session")
         (cold,) = process.generate([one])
         truth = [r["tokens"] for r in process.generate(batch)]
         assert cold["cached"] == 0
@@ -48,30 +44,30 @@ def test_a_server_that_dies_or_stops_costs_hits_and_a_killed_engine_leaves_nothi
             assert result["tokens"] == cold["tokens"]
             return bool(result["cached"] == 1024)
 
-        until(hit, 5, "warm")
+        wait_for(hit, 5, "warm")
         # ... killed in a batch, half of which is warm
         killer = threading.Timer(0.4, server.kill)
         killer.start()
         assert [r["tokens"] for r in process.generate(batch)] == truth
         killer.join()
         server.start()
-        until(hit, BACK, "hits after the server's return")
+        wait_for(hit, BACK, "hits after the server's return")
         # ... killed between lookup and load: that load is fenced by the server's death
         process.worker("kill_before_load", server.pid, int(signal.SIGKILL))
         assert process.generate([one])[0]["tokens"] == cold["tokens"]
         server.kill()
         server.start()
-        until(hit, BACK, "hits after the server's return")
+        wait_for(hit, BACK, "hits after the server's return")
         # ... stopped before a load for three seconds: late, and not dead
         threading.Timer(3.0, server.signal, [signal.SIGCONT]).start()
         process.worker("kill_before_load", server.pid, int(signal.SIGSTOP))
         assert process.generate([one])[0]["tokens"] == cold["tokens"]
-        until(hit, BACK, "hits after the server went on")
-        until(server.idle, 5, "leases and pins at zero")
+        wait_for(hit, BACK, "hits after the server went on")
+        wait_for(server.idle, 5, "leases and pins at zero")
         # ... and now the engine
         assert _kv_mapped(server.pid) > 100 << 10
         process.kill()
-        until(lambda: _kv_mapped(server.pid) == 0, 10, "the server has unmapped what was the engine's")
-        until(lambda: server.status()["sessions"] == [], 10, "its sessions closed")
+        wait_for(lambda: _kv_mapped(server.pid) == 0, 10, "the server has unmapped what was the engine's")
+        wait_for(lambda: server.state()["sessions"] == [], 10, "its sessions closed")
         assert server.idle()
-        assert _segments() <= names
+        check_nothing_left(names)

@@ -16,7 +16,7 @@ import pytest
 
 from e2e.conftest import tokens
 from e2e.engine import EngineProcess, connector, engine
-from e2e.server import Server, until
+from helpers.server import Server, wait_for
 
 pytestmark = pytest.mark.vllm
 
@@ -30,13 +30,17 @@ def expected_hit(length: int) -> int:
 
 
 class Reference:
-    """Outputs of vLLM without a connector, from an engine that is started once."""
+    """Outputs of vLLM without a connector, from an engine that is started once and asked once for each."""
 
     def __init__(self, process: EngineProcess) -> None:
         self._process = process
+        self._known: dict[str, list[list[int]]] = {}
 
-    def __call__(self, prompts: list[list[int]], **kwargs: Any) -> list[list[int]]:
-        return [r["tokens"] for r in self._process.generate(prompts, **kwargs)]
+    def __call__(self, prompts: list[list[int]]) -> list[list[int]]:
+        key = repr(prompts)
+        if key not in self._known:
+            self._known[key] = [r["tokens"] for r in self._process.generate(prompts)]
+        return self._known[key]
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +68,7 @@ def setup(
         Server() as server,
         engine(model_dir("gqa"), log, connector(server.port, **extra)) as process,
     ):
-        until(lambda: process.worker("transfer_path") == request.param, 30, "the worker's session")
+        wait_for(lambda: process.worker("transfer_path") == request.param, 30, "the worker's session")
         process.worker("spy")
         yield server, process
 
@@ -122,8 +126,8 @@ def test_a_hundred_aborts_leave_no_lease_pin_or_request(setup: tuple[Server, Eng
     prompts = [tokens(9000 + i, 200 + 400 * i) for i in range(8)]
     run(warm, prompts[::2])
     warm.call("abort_storm", prompts, 100, 5, timeout=300)
-    until(server.idle, 5, "leases, pins and requests at zero after the aborts")
-    assert server.status()["l1"]["reserved_bytes"] == 0
+    wait_for(server.idle, 5, "leases, pins and requests at zero after the aborts")
+    assert server.state()["l1"]["reserved_bytes"] == 0
 
 
 def test_hits_survive_an_engine_restart(
@@ -137,7 +141,7 @@ def test_hits_survive_an_engine_restart(
         # ... also with vLLM's own prefix cache at work, in part and in whole
         longer = prompt + tokens(10_001, 700)
         assert run(second, [longer])[0] == reference([longer])
-    until(lambda: len(server.status()["sessions"]) == 2, 10, "the second engine's sessions closed")
+    wait_for(lambda: len(server.state()["sessions"]) == 2, 10, "the second engine's sessions closed")
 
 
 def test_a_server_restart_costs_only_the_hits_and_they_come_back(
@@ -156,7 +160,7 @@ def test_a_server_restart_costs_only_the_hits_and_they_come_back(
         assert got == truth
         return cached == [expected_hit(1300)]
 
-    until(hit, 30, "hits after the server's return")  # it imports torch first, to map the engine's memory
+    wait_for(hit, 30, "hits after the server's return")  # it imports torch first, to map the engine's memory
 
 
 def test_output_depends_on_the_cached_pages(

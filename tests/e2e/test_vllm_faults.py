@@ -12,7 +12,7 @@ import pytest
 
 from e2e.conftest import tokens
 from e2e.engine import EngineProcess, connector, engine
-from e2e.server import Server, until
+from helpers.server import Server, wait_for
 
 pytestmark = pytest.mark.vllm
 
@@ -52,7 +52,7 @@ class Bench:
 
     def hits_come_back(self) -> None:
         """Within BACK seconds of now, a prompt is stored and hit again."""
-        until(lambda: self.check_one() > 0, BACK, "hits after the server's return")
+        wait_for(lambda: self.check_one() > 0, BACK, "hits after the server's return")
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,9 @@ def test_stopped_for_twenty_seconds(bench: Bench) -> None:
     bench.check_one()
     bench.server.signal(signal.SIGCONT)
     bench.hits_come_back()
-    until(bench.server.idle, 5, "what the stopped server granted without anybody hearing of it is given back")
+    wait_for(
+        bench.server.idle, 5, "what the stopped server granted without anybody hearing of it is given back"
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
@@ -128,7 +130,7 @@ def test_failed_loads_follow_the_policy_and_the_engine_lives(
             truth = process.generate([one])[0]["tokens"]
             batch_truth = [r["tokens"] for r in process.generate(batch)]
             for prompts, right in (([one], [truth]), (batch, batch_truth)):
-                until(lambda p=prompts: process.generate(p)[0]["cached"] > 0, BACK, "warm")
+                wait_for(lambda p=prompts: process.generate(p)[0]["cached"] > 0, BACK, "warm")
                 process.worker("kill_before_load", server.pid, int(signal.SIGKILL))
                 results, seconds = process.timed(prompts)
                 for result, want in zip(results, right, strict=True):
@@ -139,7 +141,7 @@ def test_failed_loads_follow_the_policy_and_the_engine_lives(
                 assert seconds < 60
                 server.kill()
                 server.start()
-            until(server.registered, BACK, "the engine is back in session")
+            wait_for(server.registered, BACK, "the engine is back in session")
             # What was computed on top of a failed load was not stored: a second engine's hits give right tokens.
             for prompts, right in (([one], [truth]), (batch, batch_truth)):
                 for _ in range(2):

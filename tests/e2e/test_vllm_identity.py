@@ -14,7 +14,7 @@ import pytest
 from e2e import models
 from e2e.conftest import tokens
 from e2e.engine import EngineProcess, connector, engine
-from e2e.server import Server
+from helpers.server import Server
 
 pytestmark = pytest.mark.vllm
 
@@ -36,7 +36,7 @@ def stored(server: Server, model_dir: Callable[[str], Path], tmp_path_factory: p
         assert cached(process, salts=["a"]) == [0, HIT], "a salt misses what no salt stored, and hits its own"
         assert cached(process, salts=["b"]) == [0, HIT], "another salt misses"
         assert cached(process) == [HIT, HIT], "and no salt still hits"
-    return int(server.status()["l1"]["objects"])
+    return int(server.state()["l1"]["objects"])
 
 
 def cached(process: EngineProcess, **kwargs: Any) -> list[int]:

@@ -9,7 +9,7 @@ import pytest
 
 from e2e.conftest import tokens
 from e2e.engine import connector, engine
-from e2e.server import Server
+from helpers.server import Server
 
 pytestmark = pytest.mark.vllm
 
@@ -17,9 +17,9 @@ CHUNK = 256
 
 
 def test_preempted_requests_end_with_the_right_tokens(model_dir: Callable[[str], Path], log: Path) -> None:
-    prompts = [tokens(100 + i, 900) for i in range(6)]
+    prompts = [tokens(100 + i, 1000) for i in range(6)]
     with engine(model_dir("gqa"), log.with_name("roomy")) as roomy:
-        truth = [r["tokens"] for r in roomy.generate(prompts, max_tokens=200)]
+        truth = [r["tokens"] for r in roomy.generate(prompts, max_tokens=50)]
     # Room for three prompts of eight blocks each, but not for the ninth block that all of them come to need.
     with (
         Server() as server,
@@ -28,7 +28,7 @@ def test_preempted_requests_end_with_the_right_tokens(model_dir: Callable[[str],
         ) as tight,
     ):
         for _ in range(2):
-            got = tight.generate(prompts, max_tokens=200)
+            got = tight.generate(prompts, max_tokens=50)
             assert [r["tokens"] for r in got] == truth
         assert tight.call("preemptions") > 0
         assert server.idle()
@@ -57,7 +57,9 @@ def test_pages_of_latent_attention_are_stored_and_loaded_byte_for_byte(
     """Pages and hits only: this vLLM's CPU kernel for latent attention gives other tokens when a prefix is reused
     or requests run together, with no connector at all, so tokens prove nothing here."""
     prompt = tokens(300, 1400)
-    with Server() as server, engine(model_dir("mla"), log, connector(server.port)) as process:
+    # The kernel that vLLM takes by itself where the CPU has AMX refuses float32.
+    plain = {"attention_backend": "CPU_MLA"}
+    with Server() as server, engine(model_dir("mla"), log, connector(server.port), **plain) as process:
         process.worker("spy")
         assert process.generate([prompt])[0]["cached"] == 0
         stored = process.worker("spied")["stored"]
@@ -99,15 +101,16 @@ def test_two_tensor_parallel_ranks_hit_together_and_survive_failed_loads(
 ) -> None:
     prompt = tokens(500, 1300)
     tailed = prompt[:1024] + tokens(501, 500)
-    # Two ranks and a scheduler on as few as two cores: left to the kernel, since vLLM would bind one core each.
-    settings = {"tensor_parallel_size": 2, "env": {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}}
-    with Server() as server, engine(model_dir("gqa"), log, connector(server.port), **settings) as process:
+    with (
+        Server() as server,
+        engine(model_dir("gqa"), log, connector(server.port), tensor_parallel_size=2) as process,
+    ):
         (cold,) = process.generate([prompt])
         (warm,) = process.generate([prompt])
         assert (cold["cached"], warm["cached"], warm["tokens"]) == (0, 1280, cold["tokens"])
         (first,) = process.generate([tailed])
         assert first["cached"] == 1024
-        workers = [s for s in server.status()["sessions"] if s["role"] == "worker"]
+        workers = [s for s in server.state()["sessions"] if s["role"] == "worker"]
         assert sorted((s["rank"], s["path"]) for s in workers) == [(0, "shared_memory"), (1, "shared_memory")]
         assert server.idle()
         process.worker("fail_loads")

@@ -10,7 +10,7 @@ import pytest
 
 from e2e.conftest import tokens
 from e2e.engine import EngineFailed, EngineProcess, connector, engine
-from e2e.server import Server
+from helpers.server import Server
 
 pytestmark = pytest.mark.vllm
 
@@ -39,8 +39,7 @@ def _default_port_is_free() -> bool:
     not _default_port_is_free(), reason="vLLM offers no way to move it from port 5555, which is in use"
 )
 def test_by_the_offloading_backend(model_dir: Callable[[str], Path], log: Path) -> None:
-    server = Server()
-    server.use_port(5555)
+    server = Server(port=5555)
     with (
         server,
         engine(
