@@ -29,7 +29,7 @@ from harness import HERE, TESTS, Report, median, parser, table
 from small_model import VOCAB
 
 from e2e.engine import EngineProcess, connector
-from e2e.server import free_port, until
+from helpers.server import dead_port, wait_for
 
 CHUNK = 256
 L1_GB = 1
@@ -117,7 +117,7 @@ def sides(args: Any) -> list[Side]:
 
 @contextmanager
 def started_server(side: Side, port: int, logs: Path) -> Iterator[subprocess.Popen[bytes]]:
-    http = free_port()
+    http = dead_port()
     command = [side.python, "-m", "lmcache.cli.main", "server", "--port", str(port), "--http-port", str(http)]
     command += ["--l1-size-gb", str(L1_GB), *side.flags]
     with open(side.log(logs, "server"), "wb") as log:
@@ -135,7 +135,7 @@ def started_server(side: Side, port: int, logs: Path) -> Iterator[subprocess.Pop
             return False
 
     try:
-        until(answers, 120, f"{side.name}: server healthy")
+        wait_for(answers, 120, f"{side.name}: server healthy")
         yield process
     finally:
         process.terminate()
@@ -164,7 +164,7 @@ def started_engine(side: Side, port: int, model: Path, logs: Path) -> Iterator[E
 
 def start(side: Side, stack: ExitStack, model: Path, logs: Path) -> None:
     began = time.monotonic()
-    port = free_port()
+    port = dead_port()
     side.server = stack.enter_context(started_server(side, port, logs))
     side.engine = stack.enter_context(started_engine(side, port, model, logs))
     print(f"{side.name}: started in {time.monotonic() - began:.0f} s", flush=True)

@@ -108,12 +108,12 @@ def test_describe_lists_who_is_connected_and_how_but_not_itself(server: RunningS
     workers = {s["engine"]: (s["rank"], s["path"]) for s in told["sessions"] if s["role"] == "worker"}
     assert workers == {"by-frame": (0, "frames"), "by-memory": (0, "shared_memory")}
     assert [s["client"] for s in told["sessions"] if s["role"] == "tool"] == ["another tool"]
-    assert (told["l1"]["policy"], told["chunk_size"], told["shared_memory"]) == ("LRU", 256, True)
+    assert (told["l1"]["policy"], told["chunk_size"], told["shared_memory"]) == ("ARC", 256, True)
     assert told["l1"]["objects"] == 2 + 2 + 2 * (2 + 1) + 2
     rows = [line.split()[:4] for line in text.splitlines()]
     assert ["worker", "by-frame", "0", "frames"] in rows
     assert ["worker", "by-memory", "0", "shared_memory"] in rows
-    assert "L1 policy       LRU" in text
+    assert "L1 policy       ARC" in text
     assert "chunk size      256 tokens" in text
 
 
@@ -202,9 +202,9 @@ def test_salt_tag_and_adapter_are_part_of_what_is_asked(
 
 
 def test_asking_changes_nothing(server: RunningServer, cli: Command) -> None:
-    before = json.loads(server.get("/status")[1])["l1"]
+    before = server.state()["l1"]
     cli.ok("query", "kvcache", "--host", server.address, "--tokens", LIST)
-    assert json.loads(server.get("/status")[1])["l1"] == before
+    assert server.state()["l1"] == before
 
 
 def test_a_server_without_models_says_so(cli: Command) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,7 +33,7 @@ def client(server: RunningServer | str, role: m.Role = "worker", **settings: Any
 
 
 def sessions(server: RunningServer) -> int:
-    return len(json.loads(server.get("/status")[1])["sessions"])
+    return len(server.state()["sessions"])
 
 
 def test_a_closed_session_is_gone_at_once(server: RunningServer) -> None:
@@ -51,6 +52,30 @@ def test_a_client_may_be_closed_twice_or_before_it_was_started(server: RunningSe
     one.close()
     one.close()
     assert sessions(server) == 0
+
+
+def test_a_closed_client_keeps_nobody_alive() -> None:
+    """Its owner may hold an engine's whole KV cache."""
+
+    class Owner:
+        def __init__(self) -> None:
+            self.client = CacheClient(
+                f"tcp://127.0.0.1:{dead_port()}", "worker", on_open=self.told, on_lost=self.told
+            )
+
+        def told(self, *_: Any) -> None:
+            raise AssertionError
+
+    owner = Owner()
+    owner.client.start()
+    owner.client.close()
+    gone = weakref.ref(owner)
+    gc.disable()
+    try:
+        del owner
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_closing_does_not_wait_for_a_server_that_is_away() -> None:
@@ -155,7 +180,7 @@ def test_an_idle_session_notices_by_itself_that_it_was_forgotten(server: Running
 
 
 def leases(server: RunningServer) -> int:
-    return int(json.loads(server.get("/status")[1])["l1"]["read_leases"])
+    return int(server.state()["l1"]["read_leases"])
 
 
 def test_what_was_posted_and_may_be_lost_is_posted_again(

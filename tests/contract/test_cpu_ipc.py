@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from helpers.peer import Peer, memfd_descriptors, memfd_mappings, named_segments
+from helpers.peer import Peer, check_nothing_left, memfd_descriptors, memfd_mappings, segments
 from lmcache.errors import DeviceError
 from lmcache.v1.platform import kv_wire
 from lmcache.v1.platform.cpu.ipc_wrapper import CpuShmTensorWrapper
@@ -52,10 +52,11 @@ def peer() -> Iterator[Peer]:
 @pytest.fixture(autouse=True)
 def _nothing_stays() -> Iterator[None]:
     gc.collect()
-    before = len(memfd_mappings()), len(memfd_descriptors()), named_segments()
+    names, before = segments(), (len(memfd_mappings()), len(memfd_descriptors()))
     yield
     gc.collect()
-    assert (len(memfd_mappings()), len(memfd_descriptors()), named_segments()) == before
+    assert (len(memfd_mappings()), len(memfd_descriptors())) == before
+    check_nothing_left(names)
 
 
 def export(peer: Peer) -> list[bytes]:

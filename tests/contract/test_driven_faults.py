@@ -25,10 +25,10 @@ from helpers.driven import (
     nothing_held,
     paths,
     prompt,
-    segments,
     status,
     stopped,
 )
+from helpers.peer import check_nothing_left, segments
 from helpers.rig import Rig
 from helpers.server import RunningServer, wait_for
 from lmcache.v1.multiprocess.transfer_context import lmcache_driven
@@ -57,7 +57,7 @@ def server() -> Iterator[RunningServer]:
 def _no_name_is_left() -> Iterator[None]:
     before = segments()
     yield
-    assert segments() <= before
+    check_nothing_left(before)
 
 
 # ----------------------------------------------------------------------------------------------- killed workers

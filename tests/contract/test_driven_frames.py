@@ -5,17 +5,21 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers.driven import CHUNK, A, B, a_rig, a_server, kv_mappings, nothing_held, prompt, status
+from helpers.driven import CHUNK, A, B, a_process, a_rig, a_server, kv_mappings, nothing_held, prompt, status
 from helpers.rig import Rig
 from helpers.server import RunningServer, wait_for
 from lmcache.v1.keys import Scope, chunk_hashes
+from lmcache.v1.multiprocess.attachment import attach
 from lmcache.v1.platform.base import ipc_wire
+from lmcache.v1.platform.cpu import shared_file
 from lmcache.v1.protocol import messages as m
 from lmcache.v1.protocol.channel import Channel, RequestFailed
 
@@ -63,6 +67,22 @@ def channel(server: RunningServer, engine: Rig) -> Iterator[Channel]:
 def event(engine: Rig) -> bytes:
     exported: bytes = engine.workers[0]._recorded()  # type: ignore[attr-defined]
     return exported
+
+
+@contextmanager
+def a_session(channel: Channel, attached: bool = True, **fields: Any) -> Iterator[str]:
+    """A worker's session, and by default a connection to the server's Unix socket, as every client has one."""
+    hello = m.Hello(protocol_min=1, protocol_max=1, role="worker", **({"engine": "engine"} | fields))
+    welcome = channel.call(hello, SECONDS)[0]
+    assert isinstance(welcome, m.Welcome)
+    lifeline = attach(welcome, want_pool=False, shm="off") if attached else None
+    assert lifeline is None or lifeline.watched
+    try:
+        yield welcome.session
+    finally:
+        channel.call(m.Bye(session=welcome.session), SECONDS)
+        if lifeline is not None:
+            lifeline.close()
 
 
 def fault(channel: Channel, request: m.Request) -> str:
@@ -221,23 +241,21 @@ def test_descriptors_of_any_bytes_map_nothing_but_what_was_exported(
     worker = engine.workers[0]
     namespaces = [group.namespace for group in worker.groups]
     wires = list(worker._export)  # type: ignore[attr-defined]
-    hello = m.Hello(protocol_min=1, protocol_max=1, role="worker", engine="engine", rank=0)
 
     @few
     @given(st.lists(st.one_of(st.sampled_from(wires), damaged(wires[0])), min_size=4, max_size=4))
     def send(layers: list[bytes]) -> None:
-        welcome = channel.call(hello, SECONDS)[0]
-        assert isinstance(welcome, m.Welcome)
         export = m.DeviceExport(groups=[layers[:2], layers[2:]])
-        request = m.Register(session=welcome.session, namespaces=namespaces, mapped=False, device=export)
         code, said = "", ""
-        try:
-            channel.call(request, SECONDS)
-        except RequestFailed as exc:
-            code, said = exc.code, str(exc)
+        with a_session(channel) as mine:
+            try:
+                channel.call(
+                    m.Register(session=mine, namespaces=namespaces, mapped=False, device=export), SECONDS
+                )
+            except RequestFailed as exc:
+                code, said = exc.code, str(exc)
         assert code in ("", "device"), said
         assert "\n" not in said
-        channel.call(m.Bye(session=welcome.session), SECONDS)
 
     send()
 
@@ -249,18 +267,10 @@ def test_an_export_that_does_not_go_with_the_layouts_is_refused(
     engine: Rig, channel: Channel, groups: list[list[bytes]]
 ) -> None:
     namespaces = [group.namespace for group in engine.workers[0].groups]
-    welcome = channel.call(
-        m.Hello(protocol_min=1, protocol_max=1, role="worker", engine="engine", rank=0), SECONDS
-    )[0]
-    assert isinstance(welcome, m.Welcome)
-    request = m.Register(
-        session=welcome.session,
-        namespaces=namespaces,
-        mapped=False,
-        device=m.DeviceExport(groups=groups),
-    )
-    assert fault(channel, request).startswith(("bad_request", "device"))
-    channel.call(m.Bye(session=welcome.session), SECONDS)
+    export = m.DeviceExport(groups=groups)
+    with a_session(channel) as mine:
+        request = m.Register(session=mine, namespaces=namespaces, mapped=False, device=export)
+        assert fault(channel, request).startswith(("bad_request", "device"))
 
 
 def test_memory_of_another_geometry_is_refused(engine: Rig, channel: Channel) -> None:
@@ -270,11 +280,56 @@ def test_memory_of_another_geometry_is_refused(engine: Rig, channel: Channel) ->
     worker = engine.workers[0]
     wires = list(worker._export)  # type: ignore[attr-defined]
     assert ipc_wire.decode(wires[0]).tensors[0].shape == (64, 1, 256)
-    welcome = channel.call(m.Hello(protocol_min=1, protocol_max=1, role="worker", engine="lies"), SECONDS)[0]
-    assert isinstance(welcome, m.Welcome)
     lie = msgspec.structs.replace(worker.groups[0].namespace, page_bytes=(512, 384))
-    request = m.Register(
-        session=welcome.session, namespaces=[lie], mapped=False, device=m.DeviceExport(groups=[wires[:2]])
-    )
-    assert "makes 512 bytes of an object, registered are 1024" in fault(channel, request)
-    channel.call(m.Bye(session=welcome.session), SECONDS)
+    export = m.DeviceExport(groups=[wires[:2]])
+    with a_session(channel, engine="lies") as mine:
+        request = m.Register(session=mine, namespaces=[lie], mapped=False, device=export)
+        assert "makes 512 bytes of an object, registered are 1024" in fault(channel, request)
+
+
+# ------------------------------------------------------------------------------------------------- whose memory
+
+
+def test_memory_of_a_process_that_nobody_knows_is_refused(engine: Rig, channel: Channel) -> None:
+    """The request port is open to whoever reaches it; only the Unix socket tells who somebody is."""
+    namespaces = [group.namespace for group in engine.workers[0].groups]
+    wires = list(engine.workers[0]._export)  # type: ignore[attr-defined]
+    export = m.DeviceExport(groups=[wires[:2], wires[2:]])
+    with a_session(channel, attached=False) as mine:
+        request = m.Register(session=mine, namespaces=namespaces, mapped=False, device=export)
+        assert fault(channel, request).startswith("not_attached")
+
+
+def test_the_server_opens_nothing_for_one_process_that_is_another_s(
+    server: RunningServer, engine: Rig, channel: Channel
+) -> None:
+    """Not even its own pool, which is a sealed memfd like any exported memory."""
+    import msgspec
+
+    entries = {entry.name: entry for entry in Path(f"/proc/{server.pid}/fd").iterdir()}
+    fd = next(name for name, entry in entries.items() if "memfd:lmcache-l1" in os.readlink(entry))
+    found = os.stat(entries[fd])
+    theirs = shared_file.FileId(
+        server.pid, int(fd), shared_file._start_time(server.pid) or 0, shared_file._pid_namespace(),
+        found.st_dev, found.st_ino, found.st_size,
+    )  # fmt: skip
+    pages = ipc_wire.TensorMeta("uint8", (64, 1, 256), (256, 256, 1), 0, found.st_size)
+    plane = {"file": msgspec.to_builtins(theirs), "tensor": msgspec.to_builtins(pages)}
+    wire = ipc_wire.encode(ipc_wire.WireDescriptor("cpu", 1, (pages,), {"planes": [plane], "single": True}))
+    layout = msgspec.structs.replace(engine.workers[0].groups[0].namespace, page_bytes=(256,))
+    with a_session(channel, engine="thief") as mine:
+        export = m.DeviceExport(groups=[[wire]])
+        said = fault(channel, m.Register(session=mine, namespaces=[layout], mapped=False, device=export))
+        assert said == (
+            f"device: KV layer 0: the descriptor names memory of process {server.pid}, and process {os.getpid()}"
+            " sent it; expected its own"
+        )
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
+def test_another_user_s_engine_is_told_to_run_as_the_server_s(
+    server: RunningServer, channel: Channel
+) -> None:
+    with a_process(server, "nobody", uid=65534, model="uids", wait=0) as other:
+        said = "uid 65534 may not export memory to a server that runs as uid 0; run both as one user"
+        wait_for(lambda: said in other.call("reasons"), SECONDS, "the reason says so")

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from helpers.driven import DRIVEN, a_server, descriptors, held, kv_mappings, paths, segments, status
+from helpers.driven import DRIVEN, a_server, descriptors, held, kv_mappings, paths, status
 from helpers.nursery import ForkedRig
+from helpers.peer import check_nothing_left, segments
 from helpers.server import RunningServer, resident, wait_for
 
 torch = pytest.importorskip("torch")
@@ -148,7 +149,7 @@ def test_after_every_kill_bytes_are_right_all_is_given_back_and_the_next_round_w
                     bench.kill_server(rig, phase)
                     bench.check_works(rig)
                 bench.kill_worker(rig, mode)
-            assert segments() <= names
+            check_nothing_left(names)
         with bench.worker(DRIVEN) as rig:
             bench.check_works(rig)
             rig.close()

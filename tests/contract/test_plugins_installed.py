@@ -91,6 +91,8 @@ def test_a_server_evicts_by_the_policy_of_a_plugin(tmp_path: Path, monkeypatch: 
     write_distribution(tmp_path / "site", "mru", {"mru": "mru_policy"}, {"mru_policy": MRU})
     monkeypatch.setenv("PYTHONPATH", environment(tmp_path / "site")["PYTHONPATH"])
     with running_server("--eviction-policy", "MRU") as running:
-        assert json.loads(running.get("/status")[1])["l1"]["policy"] == "MRU"
+        assert running.state()["l1"]["policy"] == "MRU"
     line = refused(run_cli("server", "--l1-size-gb", "0.01", "--eviction-policy", "mur"), 2)
-    assert line.endswith("--eviction-policy 'mur': expected one of LRU, noop, MRU; did you mean MRU?")
+    assert line.endswith(
+        "--eviction-policy 'mur': expected one of LRU, LFU, FIFO, ARC, S3-FIFO, noop, MRU; did you mean MRU?"
+    )

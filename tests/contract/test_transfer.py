@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -39,8 +38,7 @@ def server(shared_server: RunningServer) -> Iterator[RunningServer]:
 
 
 def status(server: RunningServer) -> dict[str, Any]:
-    state: dict[str, Any] = json.loads(server.get("/status")[1])
-    return state
+    return server.state()
 
 
 def left_over(server: RunningServer) -> dict[str, Any]:
@@ -313,10 +311,14 @@ def test_of_a_request_that_ended_the_last_chunks_are_evicted_first() -> None:
         engine.end("again")
 
 
+AS_IT_CAME = ("--chunk-size", str(CHUNK), "--eviction-policy", "LRU")
+"""The default policy would keep what was looked up once and evict the others."""
+
+
 def test_a_stale_reader_never_gets_another_object_s_bytes() -> None:
     page = 16 << 10
     with (
-        running_server("--chunk-size", str(CHUNK), l1_gb=1 / 1024) as server,
+        running_server(*AS_IT_CAME, l1_gb=1 / 1024) as server,
         rig(server, page_bytes=(page, page)) as engine,
     ):
         engine.store(prompt(), A)
@@ -334,7 +336,7 @@ def test_a_reader_whose_object_is_replaced_during_the_copy_notices(monkeypatch: 
     page = 16 << 10
     copy = engine_driven.copy_pages
     with (
-        running_server("--chunk-size", str(CHUNK), l1_gb=1 / 1024) as server,
+        running_server(*AS_IT_CAME, l1_gb=1 / 1024) as server,
         rig(server, page_bytes=(page, page)) as engine,
         rig(server, page_bytes=(page, page)) as other,
     ):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import secrets
 import signal
@@ -43,8 +42,7 @@ def a_process(server: RunningServer, engine: str = "engine", **settings: Any) ->
 
 
 def status(server: RunningServer) -> dict[str, Any]:
-    state: dict[str, Any] = json.loads(server.get("/status")[1])
-    return state
+    return server.state()
 
 
 def held(server: RunningServer) -> dict[str, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -44,8 +43,7 @@ def prompt(n: int = 160, start: int = 0) -> list[int]:
 
 
 def status(server: RunningServer) -> dict[str, Any]:
-    state: dict[str, Any] = json.loads(server.get("/status")[1])
-    return state
+    return server.state()
 
 
 def held(server: RunningServer) -> dict[str, int]:
@@ -81,11 +79,6 @@ def descriptors(pid: int) -> Counter[str]:
         if not target.startswith("socket:"):
             kinds[target.partition(":[")[0]] += 1
     return kinds
-
-
-def segments() -> set[str]:
-    """Names in /dev/shm that we, or torch for us, may have left."""
-    return {name for name in os.listdir("/dev/shm") if name.startswith(("lmcache", "torch_"))}
 
 
 @contextmanager

@@ -6,8 +6,11 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from helpers.server import wait_for
 
 _LOOP = """
 import json, os, sys
@@ -85,5 +88,24 @@ def memfd_descriptors(pid: int | str = "self") -> list[str]:
     return found
 
 
-def named_segments() -> set[str]:
-    return {entry.name for entry in Path("/dev/shm").iterdir()}
+def segments() -> set[str]:
+    """Names in /dev/shm that LMCache, or torch for it, may have left; other programs have theirs there."""
+    return {e.name for e in Path("/dev/shm").iterdir() if e.name.startswith(("lmcache", "torch_"))}
+
+
+def check_nothing_left(before: set[str]) -> None:
+    """Every name that is new since ``before`` is used by somebody or soon gone: tests that run beside this one, and
+    what they kill, have names of theirs there."""
+    new = segments() - before
+    wait_for(lambda: not _unused(new & segments()), 30, f"names left in /dev/shm: {new}")
+
+
+def _unused(names: set[str]) -> set[str]:
+    """Those of which no process has a mapping."""
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        if not names:
+            break
+        with suppress(OSError):  # it has ended
+            text = maps.read_text()
+            names = {name for name in names if f"/dev/shm/{name}" not in text}
+    return names

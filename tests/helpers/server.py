@@ -17,7 +17,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -128,6 +128,16 @@ class RunningServer:
         """HTTP status and body of GET ``path``."""
         return http_get(self.http + path)
 
+    def state(self) -> dict[str, Any]:
+        """What /status says. On a busy machine the server may once not answer itself in time."""
+
+        def answered() -> dict[str, Any] | None:
+            status, body = self.get("/status")
+            return dict(json.loads(body)) if status == 200 else None
+
+        state: dict[str, Any] = wait_for(answered, CALL_SECONDS, "the server tells its state")
+        return state
+
     def metrics(self) -> dict[str, float]:
         """Series of /metrics with their labels, by name."""
         lines = (line for line in self.get("/metrics")[1].splitlines() if line and not line.startswith("#"))
@@ -146,23 +156,13 @@ class RunningServer:
 @contextmanager
 def running_server(*flags: str, l1_gb: float = 0.05) -> Iterator[RunningServer]:
     """A server with ``flags`` on free ports. It need not live to the end of the block."""
-    command = [
-        *COMMAND,
-        "server",
-        "--l1-size-gb",
-        str(l1_gb),
-        "--port",
-        "0",
-        "--http-port",
-        "0",
-        "--format",
-        "json",
-    ]
+    command = [*COMMAND, "server", "--l1-size-gb", str(l1_gb), "--port", "0", "--http-port", "0"]
+    command += ["--format", "json", *flags]
     with tempfile.TemporaryDirectory(prefix="lmc-") as folder:
         log = Path(folder, "stderr")
         with open(log, "wb") as err:
             process = subprocess.Popen(
-                [*command, *flags], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=err, text=True
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=err, text=True
             )
         assert process.stdout is not None
         with process.stdout:
@@ -180,6 +180,60 @@ def running_server(*flags: str, l1_gb: float = 0.05) -> Iterator[RunningServer]:
                     finally:
                         process.kill()
                         process.wait()
+
+
+class Server:
+    """One server address, on which a server runs or does not: it is killed and started at will."""
+
+    def __init__(self, *flags: str, l1_gb: float = 0.5, port: int = 0) -> None:
+        self.port = port or dead_port()
+        self._flags = ("--http-port", str(dead_port()), *flags)
+        self._l1_gb = l1_gb
+        self._running: RunningServer | None = None
+        self._end = ExitStack()
+
+    @property
+    def running(self) -> RunningServer:
+        assert self._running is not None, "the server is not started"
+        return self._running
+
+    @property
+    def pid(self) -> int:
+        return self.running.pid
+
+    def start(self) -> Server:
+        context = running_server("--port", str(self.port), *self._flags, l1_gb=self._l1_gb)
+        self._running = self._end.enter_context(context)
+        return self
+
+    def signal(self, number: int) -> None:
+        self.running.process.send_signal(number)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait."""
+        if self._running is not None:
+            self.running.end(signal.SIGKILL)
+            self._running = None
+        self._end.close()
+
+    def state(self) -> dict[str, Any]:
+        return self.running.state()
+
+    def registered(self) -> bool:
+        """Whether a worker and a scheduler are in session."""
+        return {"worker", "scheduler"} <= {session["role"] for session in self.state()["sessions"]}
+
+    def idle(self) -> bool:
+        """Whether no lease, no reservation and no request is left."""
+        state = self.state()
+        l1 = state["l1"]
+        return not (l1["read_leases"] or l1["write_leases"] or l1["pinned_objects"] or state["requests"])
+
+    def __enter__(self) -> Server:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
 
 
 def _parse_ready(line: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -163,12 +164,16 @@ def main() -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.close(0)
         assert Path(path).exists()
+        code = 1
         try:
             serve(path, settings)
+            code = 0
+        except BaseException:
+            traceback.print_exc()  # os._exit tells nobody
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(0)
+            os._exit(code)
 
 
 if __name__ == "__main__":

@@ -63,7 +63,8 @@ def test_the_short_way_leaves_what_is_not_plain_to_packaging(line: str) -> None:
     ("pin", "command"),
     [
         ((1, 0), None),
-        ((1, 1), "pip install -U lmcache"),
+        ((1, 1), None),
+        ((1, 2), "pip install -U lmcache"),
         ((2, 0), "pip install -U lmcache"),
         ((0, 9), "pip install -U dist"),
     ],
@@ -72,7 +73,7 @@ def test_a_pin_of_the_plugin_api_is_compared(pin: tuple[int, int], command: str 
     found = api_mismatch(pin, "dist", "1.0.0")
     assert (found and found[1]) == command
     if found:
-        assert f"plugin API {pin[0]}.{pin[1]}, and lmcache 1.0.0 has 1.0" in found[0]
+        assert f"plugin API {pin[0]}.{pin[1]}, and lmcache 1.0.0 has 1.1" in found[0]
 
 
 def test_every_reason_has_a_state_and_a_remedy_that_can_be_filled_in() -> None:

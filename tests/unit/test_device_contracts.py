@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from helpers.devices import backend, install_backends
 from lmcache.errors import ConfigError, DeviceError
+from lmcache.v1.platform import _device_detect
 from lmcache.v1.platform.base.device_ops import DeviceOps
 from lmcache.v1.platform.base.device_spec import PLUGIN_API, DeviceSpec, MPTransferMode
 from lmcache.v1.platform.ops_types import PageBufferShapeDesc, TransferDirection
@@ -51,7 +53,7 @@ def whole_stack(**members: Any) -> DeviceSpec:
 def test_the_bare_spec_is_no_device() -> None:
     spec = DeviceSpec()
     assert (spec.device_type, spec.backend_name, spec.torch_module_name) == ("", "", "")
-    assert spec.plugin_api == PLUGIN_API == (1, 0)
+    assert spec.plugin_api == PLUGIN_API == (1, 1)
     assert not spec.is_available()
     assert not spec.is_lmcache_driven_available()
     assert not spec.is_handle_transfer_available()
@@ -130,6 +132,24 @@ def test_a_transfer_mode_is_parsed_or_the_valid_ones_are_listed() -> None:
         MPTransferMode.parse("pull", source="--mode")
 
 
+def test_the_base_leaves_in_process_connectors_to_the_core_and_knows_no_reason() -> None:
+    assert DeviceSpec().create_gpu_connector(None, None, "vllm", {"kv_layout": "NHD"}) is None
+    assert DeviceSpec().unavailable_reason() == ""
+
+
+def test_why_a_device_is_not_there_is_on_its_record_and_in_the_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    why = "torch 2.13 has no CUDA support; install one that has"
+    install_backends(monkeypatch, backend("foo", available=False, unavailable_reason=lambda self: why))
+    monkeypatch.setenv("LMCACHE_DEVICE_BACKEND", "foo")
+    with pytest.raises(DeviceError, match=why):
+        _device_detect.selected()
+    record = next(r for r in _device_detect.device_records() if r.name == "foo")
+    assert (record.code, record.note) == ("not-on-this-host", f"not available on this host: {why}")
+    _device_detect.reset()
+
+
 def test_ops_are_made_once_and_a_failed_binding_is_tried_again() -> None:
     attempts: list[int] = []
 
@@ -175,10 +195,11 @@ def test_stream_helpers_use_the_spec_s_own_torch_module(monkeypatch: pytest.Monk
     spec.synchronize_device("foo:1")  # a module may know only its current device
     module.synchronize = lambda device=None: calls.append(device)
     spec.synchronize_device("foo:1")
+    spec.synchronize_current_stream("foo:2")  # a device that says nothing of streams is waited for whole
     event = spec.create_stream_event()
     spec.record_stream_event(event, "s")
     assert spec.is_stream_event_complete(event)
-    assert calls == ["all", "foo:1", "s"]
+    assert calls == ["all", "foo:1", "foo:2", "s"]
     with pytest.raises(DeviceError, match="has no module ''"):
         DeviceSpec().synchronize_device()
 

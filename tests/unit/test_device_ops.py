@@ -281,6 +281,16 @@ def test_the_baseline_says_what_its_ops_take() -> None:
     assert CpuDeviceOps().operand_kinds("lmcache_memcpy_async") == {"tensors", "pointers"}
 
 
+@pytest.mark.parametrize("op", sorted(FORMAT_OPS - NATIVE_ONLY_OPS))
+def test_the_baseline_claims_no_addresses_of_a_device_s_memory(op: str) -> None:
+    class OfADevice(DeviceOps):
+        device_type = "foo"
+
+    assert DeviceOps().operand_kinds(op) == OfADevice().operand_kinds(op) == {"tensors"}
+    assert "tensors" in CpuDeviceOps().operand_kinds(op)
+    assert "pointers" in CpuDeviceOps().operand_kinds(BLOCK_OP)
+
+
 @pytest.mark.parametrize("question", [DeviceOps.supported_formats, DeviceOps.operand_kinds])
 def test_a_question_about_no_op_is_refused(question: Any) -> None:
     assert "alloc_ptr" not in CONTRACT_OPS

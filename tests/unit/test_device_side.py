@@ -39,7 +39,9 @@ class Device:
         self.log: list[Any] = []
         self.fails_at = -1
         self.stuck = ""
+        self.tells_once = False
         self.silent = False
+        self.event_fault = ""
         self.ends = threading.Event()
         self.ends.set()
         self.done: queue.SimpleQueue[tuple[str, bytes]] = queue.SimpleQueue()
@@ -75,7 +77,8 @@ class Device:
     def synchronize(self) -> None:
         self.log.append("synchronize")
         if self.stuck:
-            raise RuntimeError(self.stuck)
+            text, self.stuck = self.stuck, "" if self.tells_once else self.stuck
+            raise RuntimeError(text)
 
     def close(self) -> None:
         self.log.append("close")
@@ -123,6 +126,8 @@ class Device:
 
     def synchronize_event(self, event: str, device: Any) -> None:
         assert self.ends.wait(20)
+        if self.event_fault:
+            raise RuntimeError(self.event_fault)
 
 
 class Side(DeviceSide):
@@ -131,7 +136,7 @@ class Side(DeviceSide):
     def __init__(self, device: Device) -> None:
         self.fake = device
         self.opened: queue.SimpleQueue[str] = queue.SimpleQueue()
-        super().__init__([[b"", b"", b""]], [NAMESPACE], pool_view(8), self.opened.put)
+        super().__init__([[b"", b"", b""]], [NAMESPACE], pool_view(8), self.opened.put, 0)
 
     def _open(self) -> None:
         module = SimpleNamespace(device=lambda _: nullcontext(), stream=lambda _: nullcontext())
@@ -260,6 +265,48 @@ def test_a_device_that_cannot_say_whether_it_is_done_ends_no_move_and_passes_no_
     side.close()
     assert side.join(20)
     assert (told.done, told.queued, passed) == ([], [], [])
+
+
+def test_a_device_that_tells_of_a_failure_when_it_is_waited_for_is_waited_for_again(
+    make: Callable[[Device], Side],
+) -> None:
+    """As CUDA does: what failed is said once, by whatever call comes next."""
+    device = Device()
+    device.fails_at, device.stuck, device.tells_once = 1, "a kernel failed", True
+    side, told, later = make(device), Told(), Told()
+    side.submit(told.move("load", [1, 2]))
+    assert heard(told) == "RuntimeError: launch failed"
+    assert device.log.count("synchronize") == 2
+    side.submit(later.move("load", [1, 2]))
+    assert heard(later) == "", "the device is not lost"
+
+
+def test_of_a_move_whose_end_fails_nobody_hears_before_the_device_is_still(
+    make: Callable[[Device], Side],
+) -> None:
+    device = Device()
+    device.event_fault = "device-side assert"
+    told = Told()
+    make(device).submit(told.move("load", [1, 2]))
+    assert heard(told) == "RuntimeError: device-side assert"
+    assert device.log[-1] == "synchronize"
+
+
+def test_a_device_that_is_lost_while_it_moves_ends_nothing_and_says_so_to_who_comes_later(
+    make: Callable[[Device], Side],
+) -> None:
+    device = Device()
+    device.event_fault, device.stuck = "gone", "device lost"
+    side, told, later = make(device), Told(), Told()
+    side.submit(told.move("load", [1, 2]))
+    wait_for(lambda: side._lost, 20, "it is known to be lost")
+    passed: list[int] = []
+    side.fence(lambda: passed.append(1))
+    side.submit(later.move("load", [1, 2]))
+    assert "it is not known what the device still does: RuntimeError: gone" in heard(later)
+    side.close()
+    assert side.join(20)
+    assert (told.done, passed) == ([], [])
 
 
 def test_the_device_must_say_in_both_ways_that_it_is_done(make: Callable[[Device], Side]) -> None:

@@ -138,6 +138,7 @@ def test_without_an_accelerator_the_device_is_the_stub_and_ops_are_the_cpu_s() -
     assert lmcache.v1.platform._detect_device() == (lmcache.torch_dev, "cpu")
     assert isinstance(lmcache.v1.platform.current_device_spec, CpuDeviceSpec)
     lmcache.v1.platform.synchronize_device("cpu:0")
+    lmcache.v1.platform.synchronize_current_stream("cpu:0")
 
 
 # --- selection ---------------------------------------------------------------------------------------------

@@ -6,21 +6,15 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from helpers.wheels import write_distribution
+from helpers.made_plugins import HEAD, Install, plugins_with
 from lmcache.cli.main import main
-from lmcache.errors import ConfigError, StartupError
-from lmcache.v1.multiprocess.server.config import ServerConfig
-from lmcache.v1.multiprocess.server.plugins import ServerPlugins, refused_policies
+from lmcache.v1.multiprocess.server.plugins import ServerPlugins
 from lmcache.v1.plugins import PluginHost, PluginRecord, ServerHandle
-from lmcache.v1.storage.eviction import LRU, GuardedPolicy
 
-HEAD = "from lmcache.v1.plugins import hookimpl\n"
 OBSERVER = (
     HEAD
     + "seen = []\n@hookimpl\ndef lmcache_observe(event, fields):\n    seen.append((event, dict(fields)))\n"
@@ -38,27 +32,6 @@ class Verb:
 def lmcache_cli_verbs():
     return {NAMES}
 """
-
-Install = Callable[..., None]
-
-
-@pytest.fixture
-def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
-    """Put a made-up distribution on the path; what it imports is forgotten afterwards."""
-    site = tmp_path / "site"
-    site.mkdir()
-    monkeypatch.syspath_prepend(str(site))
-    monkeypatch.delenv("LMCACHE_DISABLE_PLUGINS", raising=False)
-    before = set(sys.modules)
-
-    def put(name: str, points: dict[str, str], text: str = "", **more: Any) -> None:
-        module = next(iter(points.values())).partition(":")[0]
-        write_distribution(site, name, points, {module: text}, **more)
-
-    yield put
-    for module in set(sys.modules) - before:
-        if getattr(sys.modules[module], "__file__", None) and str(site) in str(sys.modules[module].__file__):
-            del sys.modules[module]
 
 
 def records(host: PluginHost) -> dict[str, PluginRecord]:
@@ -334,11 +307,6 @@ def test_the_list_of_plugins_shows_every_record(install: Install, capsys: pytest
 # ---- the server's side
 
 
-def plugins_with(install: Install, text: str) -> ServerPlugins:
-    install("server-side", {"server-side": "server_side"}, HEAD + text)
-    return ServerPlugins()
-
-
 HANDLE = ServerHandle("tcp://127.0.0.1:1", "http://127.0.0.1:2", "e", 256, 1, dict)
 
 
@@ -348,7 +316,7 @@ def test_without_plugins_the_server_starts_no_thread_and_keeps_no_events() -> No
     plugins.emit("session_opened", {})
     plugins.started(HANDLE, threading.Event())
     assert threading.active_count() == before
-    assert plugins.policies == ["LRU", "noop"]
+    assert plugins.policies == ["LRU", "LFU", "FIFO", "ARC", "S3-FIFO", "noop"]
     plugins.close()
 
 
@@ -423,69 +391,3 @@ def test_a_signal_ends_the_wait_for_a_plugin_at_start(install: Install) -> None:
     assert time.monotonic() - began < 5
     sys.modules["server_side"].free.set()
     plugins.close()
-
-
-# ---- eviction policies
-
-
-POLICY = """
-from lmcache.v1.storage.eviction import LRU
-@hookimpl
-def lmcache_eviction_policies():
-    return {"Mine": MAKE}
-"""
-
-
-def test_a_plugin_s_policy_is_found_by_name(install: Install) -> None:
-    plugins = plugins_with(install, POLICY.replace("MAKE", "LRU"))
-    assert plugins.policies == ["LRU", "noop", "Mine"]
-    ServerConfig(l1_size_gb=1, eviction_policy="Mine").check(plugins.policies)
-    assert isinstance(plugins.make_policy("Mine"), GuardedPolicy)
-    assert isinstance(plugins.make_policy("LRU"), LRU)
-
-
-@pytest.mark.parametrize(("asked", "meant"), [("mine", "Mine"), ("Mien", "Mine"), ("lru", "LRU")])
-def test_an_unknown_policy_is_refused_with_what_may_have_been_meant(
-    asked: str, meant: str, install: Install
-) -> None:
-    plugins = plugins_with(install, POLICY.replace("MAKE", "LRU"))
-    with pytest.raises(ConfigError) as caught:
-        ServerConfig(l1_size_gb=1, eviction_policy=asked).check(plugins.policies)
-    expected = f"--eviction-policy '{asked}': expected one of LRU, noop, Mine; did you mean {meant}?"
-    assert str(caught.value) == expected
-
-
-def test_an_unknown_policy_names_the_plugins_that_might_have_had_it(install: Install) -> None:
-    plugins = plugins_with(install, "1 / 0")
-    with pytest.raises(ConfigError, match=r"plugins that are not loaded: server-side \(import-failed\)"):
-        ServerConfig(l1_size_gb=1, eviction_policy="Mine").check(
-            plugins.policies, refused_policies(plugins.host.records)
-        )
-
-
-@pytest.mark.parametrize(
-    ("make", "fault"),
-    [("lambda: 1 / 0", "it raises ZeroDivisionError: division by zero"), ("dict", "it makes a dict")],
-)
-def test_a_policy_that_is_asked_for_and_not_delivered_stops_the_start(
-    make: str, fault: str, install: Install
-) -> None:
-    plugins = plugins_with(install, POLICY.replace("MAKE", make))
-    with pytest.raises(StartupError) as caught:
-        plugins.make_policy("Mine")
-    assert str(caught.value).startswith(f"--eviction-policy 'Mine' of server-side 1.0: {fault}: expected")
-
-
-def test_a_policy_that_fails_later_gives_way_to_lru_and_is_recorded(install: Install) -> None:
-    make = "type('Bad', (LRU,), {'touch': lambda self, keys: 1 / 0})"
-    plugins = plugins_with(install, POLICY.replace("MAKE", make))
-    policy = plugins.make_policy("Mine")
-    policy.add(b"a", 1)
-    policy.add(b"b", 1)
-    policy.touch([b"a"])
-    assert list(policy.victims()) == [b"b", b"a"]
-    (record,) = plugins.host.records
-    assert (record.state, record.note) == (
-        "unplugged",
-        "eviction policy Mine, touch: ZeroDivisionError: division by zero",
-    )

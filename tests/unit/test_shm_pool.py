@@ -376,3 +376,31 @@ def test_a_segment_swept_while_it_is_being_made_is_made_again(
     monkeypatch.undo()
     assert sweep_stale_segments() == []
     pool.close()
+
+
+def test_a_sweep_leaves_the_file_that_has_taken_a_dead_one_s_name(
+    segment: Path, monkeypatch: pytest.MonkeyPatch, dead_server: Callable[[bool], PoolView | None]
+) -> None:
+    dead_server(False)
+    lock, pools = fcntl.flock, []
+
+    def lock_late(fd: int, how: int) -> None:
+        monkeypatch.undo()
+        monkeypatch.setattr(shm_pool, "_SHM_DIR", segment.parent)
+        segment.unlink()  # another sweep was faster, and after it a server took the name
+        pools.append(ShmPool(SIZE, NAME))
+        lock(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", lock_late)
+    assert sweep_stale_segments() == []
+    assert segment.exists(), "it is a live server's"
+    pools[0].close()
+
+
+def test_a_pool_takes_down_its_own_name_only(segment: Path) -> None:
+    first = ShmPool(SIZE, NAME)
+    segment.unlink()  # by an operator
+    second = ShmPool(SIZE, NAME)
+    first.close()
+    assert segment.exists()
+    second.close()

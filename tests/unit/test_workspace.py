@@ -20,7 +20,14 @@ MODULES = sorted((SOURCE / "lmcache").rglob("*.py"))
 
 VENDORS = re.compile(r"torch|cuda|nvidia|nccl|cupy|rocm|amd|hip|xpu|intel|ipex|habana|hpu|neuron|npu|triton")
 UNSAFE_MODULES = {"cloudpickle", "dill", "marshal", "pickle", "shelve"}
-TORCH_FREE = ("cli", "v1/storage", "v1/memory", "v1/protocol", "v1/multiprocess/server")
+TORCH_FREE = (
+    "cli",
+    "v1/storage",
+    "v1/memory",
+    "v1/memory_management",
+    "v1/protocol",
+    "v1/multiprocess/server",
+)
 
 IMPORT_WITHOUT_TORCH = """
 import importlib, sys

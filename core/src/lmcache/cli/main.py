@@ -33,6 +33,7 @@ VERBS = {
     "device verify": ("device_verify", "run the conformance kit against a device backend"),
     "device new": ("device_new", "write the project of a new device backend: code, tests, packaging, CI"),
     "demo": ("demo", "run a small model without and with cached KV, and compare"),
+    "tool simulate": ("tool_simulate", "replay recorded requests against eviction policies"),
     "plugins": ("plugins", "list the plugins that are no devices, and what became of each"),
     "version": ("version", "print the version"),
 }

@@ -62,6 +62,7 @@ _KEYS: dict[str, Callable[[str, Any], Any]] = {
     "mp_transfer_mode": _text,
     "mq_timeout": _seconds,
     "heartbeat_interval": _seconds,
+    "fence_timeout": _seconds,
     "min_mb_per_second": _rate,
     "shm": _shm,
     "save_decode_cache": _flag,
@@ -118,6 +119,7 @@ def read_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
         heartbeat_interval=values.get("heartbeat_interval", ClientOptions().heartbeat_interval),
         data_bytes_per_second=values.get("min_mb_per_second", ClientOptions().data_bytes_per_second / 1e6)
         * 1e6,
+        fence_timeout=values.get("fence_timeout", ClientOptions().fence_timeout),
         shm=values.get("shm", "auto"),
     )
     return ConnectorSettings(

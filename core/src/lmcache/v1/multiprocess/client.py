@@ -141,6 +141,7 @@ class CacheClient:
         if self.attachment is not None:
             self.attachment.close()
             self.attachment = None
+        self._on_open = self._on_lost = None  # whose they are need not wait for the garbage collector
 
     def new_lease(self) -> int:
         """A lease id that no other client's is likely to be."""

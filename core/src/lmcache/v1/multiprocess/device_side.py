@@ -25,6 +25,8 @@ from lmcache.v1.storage.shm_pool import PoolView
 if TYPE_CHECKING:
     import torch
 
+    from lmcache.v1.platform.base.device_spec import DeviceSpec
+
 logger = init_logger(__name__)
 
 _JOIN_SECONDS = 10.0
@@ -87,6 +89,8 @@ class DeviceSide:
         namespaces: the layouts of the groups.
         view: the pool.
         opened: called from the side's thread with an error text, or nothing, once the memory is mapped.
+        exporter: the worker's process.
+        pin: called from the side's thread with the device's spec, before anything is copied.
     """
 
     def __init__(
@@ -95,8 +99,12 @@ class DeviceSide:
         namespaces: Sequence[Namespace],
         view: PoolView,
         opened: Callable[[str], None],
+        exporter: int,
+        pin: Callable[[DeviceSpec], None] | None = None,
     ) -> None:
         self._groups = groups
+        self._exporter = exporter
+        self._pin = pin
         self._runs = _runs(namespaces)
         self._namespaces = namespaces
         self._view = view
@@ -183,7 +191,8 @@ class DeviceSide:
         ]
         chunk_size = self._namespaces[0].chunk_size
         with ExitStack() as undo:
-            wrappers = import_kv_caches([wire for group in self._groups for wire in group])
+            wires = [wire for group in self._groups for wire in group]
+            wrappers = import_kv_caches(wires, self._exporter)
             undo.callback(wrappers.close)
             wrappers.map()  # checks each against its descriptor
             context = create_cache_context(
@@ -203,6 +212,8 @@ class DeviceSide:
             if spec is None:
                 raise DeviceError(f"device type {self._device.type}: no single backend serves it here")
             self._spec = spec
+            if self._pin is not None:
+                self._pin(spec)
             self._ops = resolve_device_ops(self._device.type)
             self._by_tensors = "tensors" in self._ops.operand_kinds(
                 _TRANSFER

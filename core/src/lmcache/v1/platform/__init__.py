@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         get_event_ipc_backend,
         resolve_device_ops,
         resolve_kv_wrapper_factory,
+        synchronize_current_stream,
         synchronize_device,
     )
     from lmcache.v1.platform.base.device_spec import DeviceSpec
@@ -30,6 +31,7 @@ __all__ = [
     "get_event_ipc_backend",
     "resolve_device_ops",
     "resolve_kv_wrapper_factory",
+    "synchronize_current_stream",
     "synchronize_device",
 ]
 

@@ -31,6 +31,7 @@ __all__ = [
     "resolve_kv_wrapper_factory",
     "resolve_wrapper_cls",
     "selected",
+    "synchronize_current_stream",
     "synchronize_device",
 ]
 
@@ -217,6 +218,15 @@ def synchronize_device(device: Any = None) -> None:
         DeviceError: Nothing (or no single backend) serves the device's type.
     """
     _spec_at(device).synchronize_device(device)
+
+
+def synchronize_current_stream(device: Any = None) -> None:
+    """Block until what is queued on the current stream of ``device`` (as of :func:`synchronize_device`) is done.
+
+    Raises:
+        DeviceError: Nothing (or no single backend) serves the device's type.
+    """
+    _spec_at(device).synchronize_current_stream(device)
 
 
 def _spec_at(device: Any) -> DeviceSpec:

@@ -151,7 +151,8 @@ def label(record: PluginRecord) -> str:
 
 def _require(spec: DeviceSpec, torch: Any) -> None:
     if not spec.is_available():
-        raise Refused("not-on-this-host", "not available on this host")
+        reason = str(spec.unavailable_reason() or "")
+        raise Refused("not-on-this-host", "not available on this host" + (f": {reason}" if reason else ""))
     if spec.device_type == HOST_TYPE:
         return
     if torch is None:

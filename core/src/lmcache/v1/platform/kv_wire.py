@@ -97,11 +97,16 @@ def export_kv_caches(kv_caches: Iterable[Any]) -> ExportedCaches:
     return exported
 
 
-def import_kv_caches(encoded: Sequence[bytes]) -> ImportedCaches:
+def import_kv_caches(encoded: Sequence[bytes], exporter: int | None = None) -> ImportedCaches:
     """The wrappers for descriptors that another process sent. Opens nothing: :meth:`ImportedCaches.map` does.
 
+    Args:
+        encoded: The descriptors.
+        exporter: The pid of the process that sent them, if that is known from somebody else than itself.
+
     Raises:
-        ValueError: A descriptor is malformed, or its backend's wrapper refuses it.
+        ValueError: A descriptor is malformed, its backend's wrapper refuses it, or it names memory of another
+            process than ``exporter``.
         DeviceError: A backend is unknown here, cannot be used, has no wrapper, or speaks another version.
             Whatever is raised, every wrapper made so far is closed.
     """
@@ -117,10 +122,21 @@ def import_kv_caches(encoded: Sequence[bytes]) -> ImportedCaches:
             declared = getattr(wrapper, "planes", ())
             if _are_metas(declared) and tuple(declared) != descriptor.tensors:
                 raise ValueError(f"KV layer {index}: the payload describes other tensors than the descriptor")
+            _check_exporter(index, wrapper, exporter)
     except BaseException:
         imported.close()
         raise
     return imported
+
+
+def _check_exporter(index: int, wrapper: Any, exporter: int | None) -> None:
+    """What a process may open, it opens for itself alone: not for whoever writes down a pid and a descriptor."""
+    named: frozenset[int] = getattr(wrapper, "exporter_pids", frozenset())
+    if exporter is not None and not named <= {exporter}:
+        raise ValueError(
+            f"KV layer {index}: the descriptor names memory of process {min(named - {exporter})}, and process"
+            f" {exporter} sent it; expected its own"
+        )
 
 
 def _planes(layer: Any) -> tuple[Any, ...]:

@@ -77,18 +77,20 @@ class L1Cache:
             n += 1
         return n
 
-    def touch(self, columns: Sequence[Sequence[bytes]]) -> None:
+    def touch(self, columns: Sequence[Sequence[bytes]], used: bool = True) -> None:
         """Mark as just used what is published of ``columns``, each the keys of a chain of chunks.
 
-        A prefix is of use only without gaps, so its last chunk, in every column, is the first to go.
+        A prefix is of use only without gaps, so its last chunk, in every column, is the first to go. Not
+        ``used``: only see to that order.
         """
         index = self._index
+        tell = self._policy.touch if used else self._policy.arrange
         if len(set(map(len, columns))) <= 1:
             rows = zip(*map(reversed, columns), strict=True)
-            self._policy.touch([key for row in rows for key in row if key in index])
+            tell([key for row in rows for key in row if key in index])
             return
         depths = reversed(range(max(map(len, columns))))
-        self._policy.touch([c[i] for i in depths for c in columns if i < len(c) and c[i] in index])
+        tell([c[i] for i in depths for c in columns if i < len(c) and c[i] in index])
 
     def is_used_up(self, owner: str, lease: int) -> bool:
         """Whether no read lease of this id can be had: it was given back already, or is held."""

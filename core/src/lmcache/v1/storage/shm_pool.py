@@ -122,12 +122,13 @@ class ShmPool:
             os.close(fd)
             return self._open()
         self._lock_fd = fd
-        # What clients map is another open file: a mapping would keep this one, and its lock, past our death.
-        return os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+        # What clients map is another open file: a mapping would keep this one, and its lock, past our death. Not by
+        # its name, which an operator may have removed by now.
+        return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
 
     def close(self) -> None:
         """Remove the name, if it is ours, and close the file. Mappings elsewhere stay valid."""
-        if self.path is not None and self._lock_fd >= 0:
+        if self.path is not None and self._lock_fd >= 0 and _is_at(self._lock_fd, self.path):
             self.path.unlink(missing_ok=True)
         for fd in (self.fd, self._lock_fd):
             if fd >= 0:
@@ -141,7 +142,11 @@ def new_generation() -> int:
 
 
 def sweep_stale_segments() -> list[Path]:
-    """Unlink named segments whose server is dead (nobody holds their lock); return their paths."""
+    """Unlink named segments whose server is dead (nobody holds their lock); return their paths.
+
+    Between the opening of a file and its lock another file may have come under the name. Once it is locked and
+    still has the name, nobody else takes that from it: a server does not take a name that is in use.
+    """
     swept = []
     for path in sorted(_SHM_DIR.glob(f"{_PREFIX}*")):
         try:
@@ -150,14 +155,23 @@ def sweep_stale_segments() -> list[Path]:
             continue  # another user's, or gone meanwhile: not ours to judge
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink(missing_ok=True)
-            swept.append(path)
+            if _is_at(fd, path):
+                path.unlink(missing_ok=True)
+                swept.append(path)
         except OSError as exc:
             if exc.errno not in (errno.EWOULDBLOCK, errno.EACCES, errno.EPERM):
                 raise
         finally:
             os.close(fd)
     return swept
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    """Whether ``path`` still is the name of the file that is open as ``fd``."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.lstat(path))
+    except FileNotFoundError:
+        return False
 
 
 def _reserve(fd: int, total: int, stop: threading.Event | None) -> None:

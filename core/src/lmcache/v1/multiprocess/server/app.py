@@ -25,6 +25,7 @@ from lmcache.v1.multiprocess.server.loop import RequestLoop
 from lmcache.v1.multiprocess.server.metrics import Metrics
 from lmcache.v1.multiprocess.server.plugins import ServerPlugins, refused_policies
 from lmcache.v1.multiprocess.server.service import Service
+from lmcache.v1.multiprocess.server.sessions import Peer
 from lmcache.v1.plugins import ServerHandle
 from lmcache.v1.protocol.messages import Attach
 from lmcache.v1.storage.shm_pool import ShmPool, sweep_stale_segments
@@ -203,13 +204,14 @@ def _handle(address: str, http: str, service: Service, lock: threading.Lock) -> 
 
 def _attach_callbacks(
     service: Service, lock: threading.Lock
-) -> tuple[Callable[[str, bool], str | None], Callable[[str], None]]:
-    def on_attach(ident: str, want_fd: bool) -> str | None:
+) -> tuple[Callable[[str, bool, Peer], str | None], Callable[[str], None]]:
+    def on_attach(ident: str, want_fd: bool, peer: Peer) -> str | None:
         with lock:
             session = service.sessions.by_id.get(ident)
             if session is None:
                 return "session unknown; say hello first"
             session.mapped = session.mapped or want_fd
+            session.peer = peer
             return None
 
     def on_gone(ident: str) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from lmcache.errors import StartupError
 from lmcache.logging import init_logger, warn_once
 from lmcache.v1.multiprocess.host import WANT_FD, socket_name
+from lmcache.v1.multiprocess.server.sessions import Peer
 
 logger = init_logger(__name__)
 
@@ -34,7 +35,8 @@ class AttachServer:
     Args:
         address: ``@name`` (abstract: leaves no file) or a path, created with mode 0600.
         fd: the pool's descriptor.
-        on_attach: called with a session id and whether it gets the descriptor; returns an error text or None.
+        on_attach: called with a session id, whether it gets the descriptor and who asks; returns an error text or
+            None.
         on_gone: called with the session id once its connection has ended.
 
     Raises:
@@ -45,7 +47,7 @@ class AttachServer:
         self,
         address: str,
         fd: int,
-        on_attach: Callable[[str, bool], str | None],
+        on_attach: Callable[[str, bool, Peer], str | None],
         on_gone: Callable[[str], None],
     ) -> None:
         self.address = address
@@ -160,8 +162,9 @@ class AttachServer:
             data[:_SESSION_ID_BYTES].decode("ascii", "replace"),
             data[_SESSION_ID_BYTES:] == WANT_FD,
         )
-        error = self._check_uid(peer) if want_fd else None
-        error = error or self._on_attach(session, want_fd)
+        who = _peer_of(peer)
+        error = stranger(who, "map the pool of") if want_fd else None
+        error = error or self._on_attach(session, want_fd, who)
         try:
             if error is not None:
                 peer.sendall(error.encode()[:500])
@@ -176,11 +179,16 @@ class AttachServer:
         except OSError as exc:
             logger.debug("attach: peer left: %s", exc)
 
-    @staticmethod
-    def _check_uid(peer: socket.socket) -> str | None:
-        packed = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        _, uid, _ = struct.unpack("3i", packed)
-        if uid in (os.geteuid(), 0):
-            return None
-        mine = os.geteuid()
-        return f"uid {uid} may not map the pool of a server that runs as uid {mine}; run both as one user"
+
+def _peer_of(connection: socket.socket) -> Peer:
+    packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, uid, _ = struct.unpack("3i", packed)
+    return Peer(pid, uid)
+
+
+def stranger(peer: Peer, what: str) -> str | None:
+    """Why ``peer`` may not do ``what`` to this server; None if it may."""
+    mine = os.geteuid()
+    if peer.uid in (mine, 0):
+        return None
+    return f"uid {peer.uid} may not {what} a server that runs as uid {mine}; run both as one user"

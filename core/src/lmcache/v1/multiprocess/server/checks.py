@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from lmcache.errors import LMCacheError
 from lmcache.v1.keys import Namespace
+from lmcache.v1.multiprocess.server.attach import stranger
+from lmcache.v1.multiprocess.server.sessions import Session
 from lmcache.v1.protocol import messages as m
 from lmcache.v1.storage.leases import Entry
 
@@ -52,6 +54,21 @@ def check_mode(msg: m.Register, modes: Sequence[str]) -> None:
             raise Refused(
                 "bad_request", f"exported layers per KV group {exported}: the layouts have {layers}"
             )
+
+
+def check_peer(session: Session) -> None:
+    """Refuse device memory of a process that the kernel has not named, or that may not ask us to open memory.
+
+    Anybody who reaches the request port can write a descriptor of what this server's user may open.
+    """
+    if session.peer is None:
+        raise Refused(
+            "not_attached",
+            "exported device memory, but is not connected to the server's Unix socket; attach first",
+        )
+    why = stranger(session.peer, "export memory to")
+    if why is not None:
+        raise Refused("bad_request", why)
 
 
 def check_share(namespaces: Sequence[tuple[bytes, Namespace]], share: Sequence[Entry]) -> int:

@@ -11,8 +11,9 @@ import msgspec
 
 from lmcache.errors import ConfigError
 from lmcache.v1.platform.base.device_spec import MPTransferMode
+from lmcache.v1.storage.policies import BUILT_IN
 
-POLICIES = ("LRU", "noop")
+POLICIES = tuple(BUILT_IN)
 SHM_MODES = ("auto", "off")
 _GRANULE = 16
 _MIN_L1_BYTES = 1 << 20
@@ -24,7 +25,7 @@ FLAGS: tuple[tuple[str, type, str], ...] = (
     ("http-host", str, "address of the HTTP port (127.0.0.1)"),
     ("http-port", int, "HTTP port: /healthcheck /status /metrics (8080; 0 picks a free one)"),
     ("l1-size-gb", float, "size of L1 in GiB of shared memory, reserved in full at start (required)"),
-    ("eviction-policy", str, f"one of {', '.join(POLICIES)}, or what a plugin offers (LRU)"),
+    ("eviction-policy", str, f"one of {', '.join(POLICIES)}, or what a plugin offers (ARC)"),
     ("eviction-trigger-watermark", float, "fraction of L1 above which a store evicts first (0.95)"),
     ("eviction-ratio", float, "fraction of L1 that such an eviction frees (0.05)"),
     ("chunk-size", int, "tokens per stored chunk, a multiple of the engine's block size (256)"),
@@ -45,7 +46,7 @@ class ServerConfig(msgspec.Struct, kw_only=True, frozen=True):
     http_port: int = 8080
     l1_size_gb: float = 0.0
     """Size of L1 in GiB (2**30 bytes). Required: there is no size that fits everybody."""
-    eviction_policy: str = "LRU"
+    eviction_policy: str = "ARC"
     eviction_trigger_watermark: float = 0.95
     eviction_ratio: float = 0.05
     chunk_size: int = 256

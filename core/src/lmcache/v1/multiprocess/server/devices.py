@@ -9,6 +9,7 @@ objects pinned until the device has read them.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from lmcache.logging import init_logger
 from lmcache.v1.keys import Namespace, object_key
+from lmcache.v1.multiprocess.pool_pins import PoolPins
 from lmcache.v1.multiprocess.server.metrics import Metrics
 from lmcache.v1.platform.base.device_spec import MPTransferMode
 from lmcache.v1.protocol import messages as m
@@ -69,18 +71,29 @@ class Devices:
     def __init__(self, view: PoolView, l1: L1Cache, lock: threading.Lock, metrics: Metrics) -> None:
         self._metrics = metrics
         self._view = view
+        self._pins = PoolPins(view)
         self._l1 = l1
         self._lock = lock
         self._workers: dict[str, _Worker] = {}
-        self._ending: dict[str, DeviceSide] = {}
+        self._ending: list[tuple[str, DeviceSide]] = []
+        """Dropped, and maybe not done. A session that registers again and again has several."""
 
     def __contains__(self, session: str) -> bool:
         return session in self._workers
 
     def open(
-        self, session: str, export: m.DeviceExport, namespaces: Sequence[Namespace], later: Later
+        self,
+        session: str,
+        exporter: int,
+        export: m.DeviceExport,
+        namespaces: Sequence[Namespace],
+        later: Later,
     ) -> None:
-        """Map a worker's memory; ``later`` gets Ok, or the reason why not. A mapping of before is dropped."""
+        """Map a worker's memory; ``later`` gets Ok, or the reason why not. A mapping of before is dropped.
+
+        Args:
+            exporter: the worker's process; memory of another one is refused.
+        """
         from lmcache.v1.multiprocess.device_side import DeviceSide
 
         self.drop(session)
@@ -96,7 +109,7 @@ class Devices:
             else:
                 later(m.Ok())
 
-        side = DeviceSide(export.groups, namespaces, self._view, opened)
+        side = DeviceSide(export.groups, namespaces, self._view, opened, exporter, self._pins.pin)
         self._workers[session] = _Worker(side)
 
     def store(
@@ -161,9 +174,12 @@ class Devices:
             self._l1.abort(f"{session}/device", lease)  # it may come later: then it is refused
 
     def load(
-        self, session: str, msg: m.DeviceLoad, share: Sequence[Entry], groups: int, later: Later
+        self, session: str, msg: m.DeviceLoad, share: Sequence[Entry], chunks: int, later: Later
     ) -> None:
         """Queue the copy of a share of a read lease; ``later`` gets Moved once the device has done it.
+
+        Args:
+            share: the objects of ``chunks`` chunks, one KV group after the other.
 
         Raises:
             KeyError: no such worker.
@@ -171,14 +187,9 @@ class Devices:
         from lmcache.v1.multiprocess.device_side import Move, Part
 
         worker = self._workers[session]
-        chunks = len(share) // groups
         parts = [
-            Part(
-                [entry.offset for entry in share[group * chunks : (group + 1) * chunks]],
-                msg.blocks[group],
-                msg.skip[group],
-            )
-            for group in range(groups)
+            Part([entry.offset for entry in share[group * chunks : (group + 1) * chunks]], blocks, skip)
+            for group, (blocks, skip) in enumerate(zip(msg.blocks, msg.skip, strict=True))
         ]
         held = list(share)
         self._l1.pin_entries(held)
@@ -195,10 +206,18 @@ class Devices:
     def fence(self, session: str, later: Later) -> m.Reply | None:
         """Answer once all that was queued for a session before has ended."""
         worker = self._workers.get(session)
-        side = worker.side if worker is not None else self._ending.get(session)
-        if side is None or side.join(0):
+        sides = [side for ident, side in self._ending if ident == session]
+        sides = [side for side in [*sides, *([worker.side] if worker else [])] if not side.join(0)]
+        if not sides:
             return m.Ok()
-        side.fence(lambda: later(m.Ok()))
+        passed = itertools.count(1)
+
+        def one_passed() -> None:
+            if next(passed) == len(sides):
+                later(m.Ok())
+
+        for side in sides:
+            side.fence(one_passed)
         return None
 
     def drop(self, session: str) -> None:
@@ -210,18 +229,20 @@ class Devices:
             store.dropped = True
             self._settle(worker, store)
         worker.side.close()
-        self._ending = {ident: side for ident, side in self._ending.items() if not side.join(0)}
-        self._ending[session] = worker.side
+        self._ending = [(ident, side) for ident, side in self._ending if not side.join(0)]
+        self._ending.append((session, worker.side))
 
     def close(self) -> None:
         """Drop all and wait for the device to be done. Not under the lock: the sides' ends take it."""
         with self._lock:
             for session in list(self._workers):
                 self.drop(session)
-            ending, self._ending = list(self._ending.values()), {}
-        for side in ending:
-            if not side.join():
-                logger.warning("a device did not end its transfers in time; they end with this process")
+            ending, self._ending = self._ending, []
+        ended = [side.join() for _, side in ending]
+        if all(ended):
+            self._pins.release()
+        else:
+            logger.warning("a device did not end its transfers in time; they end with this process")
 
     def _settle(self, worker: _Worker, store: _Store) -> None:
         if not store.copied or not (store.committed or store.dropped):

@@ -17,12 +17,11 @@ from lmcache.errors import StartupError
 from lmcache.logging import init_logger
 from lmcache.v1.plugins import PluginHost, PluginRecord, ServerHandle
 from lmcache.v1.plugins.host import announces_verb
-from lmcache.v1.storage.eviction import LRU, EvictionPolicy, GuardedPolicy
+from lmcache.v1.storage.eviction import EvictionPolicy, GuardedPolicy
+from lmcache.v1.storage.policies import BUILT_IN
 
 logger = init_logger(__name__)
 
-BUILT_IN: Mapping[str, Callable[[], EvictionPolicy]] = {"LRU": LRU, "noop": LRU}
-"""Policies of our own. What "noop" is lies in L1, which then never asks its policy."""
 START_SECONDS = 10.0
 STOP_SECONDS = 5.0
 _MAX_WAITING = 1000

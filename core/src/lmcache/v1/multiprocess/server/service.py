@@ -188,6 +188,8 @@ class Service:
                 "not_attached", "registered as mapping the pool, but holds no descriptor of it; attach first"
             )
         checks.check_mode(msg, self.modes)
+        if msg.device is not None:
+            checks.check_peer(session)
         namespaces = [(ns.digest(), ns) for ns in msg.namespaces]
         if engine.namespaces.get(session.rank, namespaces) != namespaces and self.sessions.peers(session):
             # What one of them looked up would otherwise be read as the layout of the other.
@@ -216,7 +218,8 @@ class Service:
         if msg.device is None:
             self.devices.drop(session.id)
             return m.Ok()
-        self.devices.open(session.id, msg.device, msg.namespaces, later)
+        assert session.peer is not None  # noqa: S101 -- check_peer
+        self.devices.open(session.id, session.peer.pid, msg.device, msg.namespaces, later)
         return None
 
     # ---- loads
@@ -289,7 +292,7 @@ class Service:
             # It was stored in parts, first chunks first, and maybe looked up in part: now its prefix is one
             # again.
             columns = engine.columns(session.hashes.pop(request, []))
-            self.l1.touch([column for mine in columns.values() for column in mine])
+            self.l1.touch([column for mine in columns.values() for column in mine], used=False)
             self.l1.drop_request(session.engine, request)
         return m.Ok()
 
@@ -304,7 +307,7 @@ class Service:
             raise Refused(
                 "bad_request", f"skip {msg.skip}: expected 0 or more for {len(namespaces)} KV groups"
             )
-        self.devices.load(session.id, msg, share, len(namespaces), later)
+        self.devices.load(session.id, msg, share, chunks, later)
         return None
 
     def _device_fence(self, msg: m.DeviceFence, later: Later) -> m.Reply | None:

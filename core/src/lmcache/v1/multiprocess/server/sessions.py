@@ -11,6 +11,14 @@ from lmcache.v1.keys import Namespace, object_key
 from lmcache.v1.protocol.messages import Role
 
 
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """The process at the other end of a Unix socket, as the kernel names it."""
+
+    pid: int
+    uid: int
+
+
 @dataclass(slots=True)
 class Session:
     """One client. Its id is a secret that only the client and the server know."""
@@ -23,6 +31,8 @@ class Session:
     seen: float
     mapped: bool = False
     """A connection through which it received the pool's descriptor is open (see ``attach.py``)."""
+    peer: Peer | None = None
+    """The process whose end closes the session; None before it has connected to the Unix socket."""
     registered: bool = False
     """A worker that has named its layouts."""
     hashes: dict[str, list[bytes]] = field(default_factory=dict)

@@ -104,10 +104,17 @@ def _copy_host(group: KVGroupPages, direction: Direction, chunks: Sequence[Chunk
 
 
 def _copy_device(group: KVGroupPages, direction: Direction, chunks: Sequence[ChunkCopy]) -> None:
-    """The portable path for accelerators: torch copies on the current stream, then waits for that device."""
+    """By the vendor's own mover, or by torch copies on the current stream and a wait for that stream."""
     import torch
 
-    from lmcache.v1.platform import synchronize_device
+    from lmcache.v1.platform import get_device_spec, synchronize_current_stream
+
+    spec = get_device_spec(group.device.partition(":")[0])
+    mover = spec.page_mover if spec is not None else None
+    if mover is not None:
+        ids = [block + step for _, _, spans in chunks for _, block, count in spans for step in range(count)]
+        mover(_element_pages(group), ids, _host_pages(group, chunks), direction == "store")
+        return
 
     layers: list[Any] = [pages[:, 0] for pages in byte_pages(group)]
     for _, view, spans in chunks:
@@ -121,7 +128,34 @@ def _copy_device(group: KVGroupPages, direction: Direction, chunks: Sequence[Chu
                 else:
                     page.copy_(chunk)
             base += size * group.namespace.blocks_per_chunk
-    synchronize_device(group.device)
+    synchronize_current_stream(group.device)
+
+
+def _host_pages(group: KVGroupPages, chunks: Sequence[ChunkCopy]) -> list[list[int]]:
+    """Per layer, where the page of each block of the spans lies in host memory."""
+    places = [
+        (chunk.address, place + step)
+        for chunk in chunks
+        for place, _, count in chunk.spans
+        for step in range(count)
+    ]
+    found, base = [], 0
+    for size in group.namespace.page_bytes:
+        found.append([address + base + place * size for address, place in places])
+        base += size * group.namespace.blocks_per_chunk
+    return found
+
+
+def _element_pages(group: KVGroupPages) -> list[torch.Tensor]:
+    """Each layer's cache as ``[num_blocks, elements]`` of its own type, without a copy; blocks may lie apart."""
+    import torch
+
+    layers = zip(group.tensors, group.namespace.page_bytes, group.strides, strict=True)
+    return [
+        torch.as_strided(tensor, (group.num_blocks, page // item), (stride // item, 1))
+        for tensor, page, stride in layers
+        for item in [tensor.element_size()]
+    ]
 
 
 def byte_pages(group: KVGroupPages) -> list[torch.Tensor]:

@@ -39,6 +39,7 @@ logger = init_logger(__name__)
 _KV_LAYOUT = "lmcache.v1.kv_layout"
 _OPS_TYPES = "lmcache.v1.platform.ops_types"
 _TORCH_OPS = "lmcache.v1.platform.torch_ops"
+_HOST = "cpu"
 
 
 class DeviceOps(TransferOps, MemoryOps, CodecOps, StreamOps):
@@ -140,7 +141,8 @@ class DeviceOps(TransferOps, MemoryOps, CodecOps, StreamOps):
         """Whether ``op`` is given tensors, addresses, or either, as whoever answers it declares.
 
         A native module declares by its table ``LMCACHE_OP_OPERANDS``, a method or a function of the baseline
-        by the mark ``@takes``. Without that a native function takes pointers, and anything else tensors.
+        by the mark ``@takes``. Without that a native function takes pointers, and anything else tensors. Addresses
+        of a device's memory are beyond the baseline: what it answers there is given tensors where it can be.
 
         Returns:
             Of ``"tensors"`` and ``"pointers"``. Nothing where the op is absent or has no operands in memory.
@@ -156,6 +158,8 @@ class DeviceOps(TransferOps, MemoryOps, CodecOps, StreamOps):
             return native.operands[op]
         default: frozenset[OperandKind] = frozenset(["tensors" if native is None else "pointers"])
         kinds: frozenset[OperandKind] = getattr(function, "takes", default)
+        if "tensors" in kinds and self.device_type != _HOST and not self._is_replaced(op):
+            return frozenset(["tensors"])
         return kinds
 
     def _answering(self, op: str) -> Any:

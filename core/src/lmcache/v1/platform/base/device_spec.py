@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -24,7 +24,7 @@ __all__ = ["PLUGIN_API", "DeviceSpec", "MPTransferMode"]
 logger = init_logger(__name__)
 
 #: Version of this contract. A major step breaks plugins; a minor step adds members with a base answer.
-PLUGIN_API = (1, 0)
+PLUGIN_API = (1, 1)
 
 _OPS_LOCK = threading.RLock()
 _COMPLETION = "record_completion_on_stream"
@@ -88,6 +88,13 @@ class DeviceSpec:
     def is_available(self) -> bool:
         """Whether the device can be used on this host now. Must not raise; must not import ``lmcache``."""
         return False
+
+    def unavailable_reason(self) -> str:
+        """Why :meth:`is_available` has just said False, in one line with what to do; empty if not known.
+
+        ``lmcache device list`` and ``explain`` show it. Asked only then, so it may look closer than the other.
+        """
+        return ""
 
     # --- ops -----------------------------------------------------------------------------------------------
 
@@ -170,6 +177,39 @@ class DeviceSpec:
             return MPTransferMode.LMCACHE_DRIVEN
         return MPTransferMode.ENGINE_DRIVEN
 
+    # --- connectors of in-process engines ------------------------------------------------------------------
+
+    def create_gpu_connector(
+        self, config: Any, metadata: Any, engine: Any, layout_hints: Any = None
+    ) -> Any | None:
+        """A connector of the vendor's own for an engine that runs LMCache inside its process.
+
+        None, the base answer, leaves it to the core, whose connectors work on the layout table and this spec's
+        ops; a device needs one of its own only where it moves pages by other means.
+
+        Args:
+            config: The engine's LMCache configuration.
+            metadata: Model, ranks, dtype and shapes of the engine's cache.
+            engine: The ``EngineType``.
+            layout_hints: What the engine declares of its layout, or None.
+
+        Raises:
+            ConfigError: The configuration asks for what this device's connector does not do.
+        """
+        return None
+
+    @property
+    def page_mover(
+        self,
+    ) -> Callable[[Sequence[Any], Sequence[int], Sequence[Sequence[int]], bool], None] | None:
+        """The vendor's own way to move pages in engine-driven mode, or None: torch copies, run by run.
+
+        Called with the pages of each layer, ``[blocks, elements]`` on the device, block ids, per layer one address
+        of host memory per id, and whether the pages are read. A page is moved as it is, byte by byte; all are in
+        place on return. Where an id of pages that are written occurs twice, the last address wins.
+        """
+        return None
+
     # --- host memory pinning -------------------------------------------------------------------------------
 
     @property
@@ -219,6 +259,14 @@ class DeviceSpec:
             synchronize()
         else:
             synchronize(device)
+
+    def synchronize_current_stream(self, device: Any = None) -> None:
+        """Block until what is queued on the current stream of ``device`` is done; None is the current device.
+
+        The base answer waits for the whole device, which is right wherever that is. A device with streams
+        overrides it, so that one transfer does not wait for the engine's other work.
+        """
+        self.synchronize_device(device)
 
     def create_stream_event(self, device: Any = None) -> Any:
         """A completion event for use inside this process."""

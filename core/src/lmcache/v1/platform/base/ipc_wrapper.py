@@ -29,6 +29,10 @@ class DeviceIPCWrapper(ABC):
     """What :meth:`to_tensor` gives, plane by plane. A wrapper that sets it (``TensorMeta.of`` when it wraps,
     ``ipc_wire.convert`` when it comes from the wire) has it compared with the descriptor it came in."""
 
+    exporter_pids: frozenset[int] = frozenset()
+    """The processes in whose tables the memory is looked up, where the descriptor says so. A wrapper that sets it
+    is opened only for one of them that sent it itself."""
+
     @classmethod
     @abstractmethod
     def wrap(cls, value: Any) -> DeviceIPCWrapper:

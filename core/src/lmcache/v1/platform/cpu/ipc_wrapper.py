@@ -55,6 +55,7 @@ class CpuShmTensorWrapper(DeviceIPCWrapper):
         self._files: list[SharedFile] = []
         self._closed = False
         self.planes = tuple(plane.tensor for plane in wire.planes)
+        self.exporter_pids = frozenset(plane.file.pid for plane in wire.planes)
 
     @classmethod
     def wrap(cls, value: Any) -> CpuShmTensorWrapper:
