@@ -162,9 +162,4 @@ def byte_pages(group: KVGroupPages) -> list[torch.Tensor]:
     """Each layer's cache as ``[num_blocks, 1, page_bytes]`` uint8, without a copy; blocks may lie apart."""
     import torch
 
-    views = []
-    for tensor, page, stride in zip(group.tensors, group.namespace.page_bytes, group.strides, strict=True):
-        item = tensor.element_size()
-        shape, strides = (group.num_blocks, 1, page // item), (stride // item, page // item, 1)
-        views.append(torch.as_strided(tensor, shape, strides).view(torch.uint8))
-    return views
+    return [pages.unsqueeze(1).view(torch.uint8) for pages in _element_pages(group)]
