@@ -14,6 +14,7 @@ import json
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -155,13 +156,13 @@ def its_transfer() -> Any:
 # ----------------------------------------------------------------------------------------- the other process
 
 
-def serve() -> int:
-    """Answer lines of JSON on stdin: ``["prepare", ...]``, ``["gather"]`` and so on."""
+def serve(make: Callable[[], Any]) -> int:
+    """Answer lines of JSON on stdin: ``["prepare", ...]``, ``["gather"]`` and so on, by what ``make`` makes."""
     from time import perf_counter
 
     channel = sys.stdout
     sys.stdout = sys.stderr  # what the import prints is not an answer
-    side = Side(its_transfer())
+    side = make()
     for line in sys.stdin:
         name, *arguments = json.loads(line)
         began = perf_counter()
@@ -177,9 +178,9 @@ def serve() -> int:
 class Remote:
     """The original behind a pipe; the calls of :class:`Side`."""
 
-    def __init__(self, python: str) -> None:
+    def __init__(self, python: str, script: str = __file__) -> None:
         self._process = subprocess.Popen(
-            [python, __file__, "--serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            [python, script, "--serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL, text=True, env={"LMCACHE_TRACK_USAGE": "false"},
         )  # fmt: skip
 
@@ -259,7 +260,7 @@ def fixed_cost(layers: int) -> dict[str, float]:
 
 def main() -> int:
     if sys.argv[1:] == ["--serve"]:
-        return serve()
+        return serve(lambda: Side(its_transfer()))
     from harness import Report, numbers, parser, table
 
     made = parser(__doc__, repeats=7)

@@ -247,9 +247,9 @@ def test_a_pool_full_of_pins_refuses_many_chunks_as_fast_as_one(monkeypatch: pyt
     tries: list[int] = []
     allocate = cache._allocate
 
-    def counted(size: int) -> int | None:
+    def counted(size: int, account: str = "") -> int | None:
         tries.append(size)
-        return allocate(size)
+        return allocate(size, account)
 
     monkeypatch.setattr(cache, "_allocate", counted)
     slots = cache.ask([f"new{i}" for i in range(1000)], lease=next(LEASE_IDS))

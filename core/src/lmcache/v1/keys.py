@@ -126,6 +126,12 @@ class Scope(msgspec.Struct, frozen=True, kw_only=True):
         return digest("scope", msgspec.to_builtins(self))
 
 
+def account_id(salt: str) -> str:
+    """Whose quota chunks of this salt count against: 16 hex digits, or nothing for no salt. A salt may be a
+    secret, so it travels and is stored in this form only."""
+    return digest("account", salt)[:8].hex() if salt else ""
+
+
 def pack_tokens(tokens: Sequence[int]) -> memoryview:
     """Token ids as unsigned 32-bit little-endian integers, as a view of bytes.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
@@ -12,6 +11,7 @@ from lmcache.v1.memory.formats import MemoryFormat
 from lmcache.v1.memory.metadata import Layout, layout_of
 from lmcache.v1.memory.objects import MemoryObj, Place
 from lmcache.v1.memory.spaces import Space
+from lmcache.v1.memory.turn import OwnerLock
 
 __all__ = ["MemoryAllocator", "MemoryAllocatorInterface"]
 
@@ -42,8 +42,9 @@ class MemoryAllocator:
     to wait or to go without is the caller's choice."""
 
     def __init__(self, space: Space) -> None:
-        self.lock = threading.Lock()
+        self.lock = OwnerLock()
         self.lost: deque[tuple[Place, int, int]] = deque()
+        self.late: deque[MemoryObj] = deque()
         self.dropped = 0
         """Objects that were dropped, so far, with references or pins left: each is a fault of its holder."""
         self._space = space
@@ -138,12 +139,18 @@ class MemoryAllocator:
             self._space.close()
 
     def _reclaim(self) -> None:
-        """Take back what was dropped with holders left. The lock is held."""
+        """Take back what was given back late, and what was dropped with holders left. The lock is held."""
+        while self.late:
+            self.late.popleft().drop_reference()
         if not self.lost:
             return
         before = self.dropped
         while self.lost:
             place, refs, pins = self.lost.popleft()
+            if (
+                self._live.get(place.key) is not place
+            ):  # a generator that was dropped with it gave it back after all
+                continue
             self.dropped += 1
             logger.debug("dropped: %d bytes at %d: refs=%d, pins=%d", place.nbytes, place.offset, refs, pins)
             if (

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from lmcache.v1.memory.formats import MemoryFormat
 from lmcache.v1.memory.metadata import Layout, MemoryObjMetadata
+from lmcache.v1.memory.turn import OwnerLock
 
 if TYPE_CHECKING:
     from lmcache.v1.memory.arena import Arena
@@ -27,9 +27,11 @@ class Place(NamedTuple):
 class Owner(Protocol):
     """What an object needs of the allocator that made it."""
 
-    lock: Lock
+    lock: OwnerLock
     #: Places of objects that were dropped with holders left, and the two counts. Appending needs no lock.
     lost: deque[tuple[Place, int, int]]
+    #: Objects of which a reference was given back by a thread that was in the lock. Likewise.
+    late: deque[MemoryObj]
 
     def released(self, place: Place) -> None:
         """Called with the lock held."""
@@ -71,11 +73,18 @@ class MemoryObj:
         Raises:
             ValueError: There is no reference to give back.
         """
+        if self._owner.lock.is_inside():  # the collector ends a generator in the middle of the owner's work
+            self._owner.late.append(self)
+            return
         with self._owner.lock:
-            if not self._refs:
-                raise ValueError(f"memory object at {self._place.offset}: no reference is left to give back")
-            self._refs -= 1
-            self._release_if_free()
+            self.drop_reference()
+
+    def drop_reference(self) -> None:
+        """:meth:`ref_count_down` with the lock held; for the owner."""
+        if not self._refs:
+            raise ValueError(f"memory object at {self._place.offset}: no reference is left to give back")
+        self._refs -= 1
+        self._release_if_free()
 
     def pin(self) -> bool:
         """
@@ -118,6 +127,11 @@ class MemoryObj:
     def is_valid(self) -> bool:
         """Whether its memory is still its own."""
         return self._refs > 0 or self._pins > 0
+
+    @property
+    def place(self) -> Place:
+        """Where it is, for the one who made it."""
+        return self._place
 
     def parent(self) -> Any:
         """The allocator that made it."""

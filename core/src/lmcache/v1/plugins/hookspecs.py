@@ -15,6 +15,7 @@ import pluggy
 
 if TYPE_CHECKING:
     from lmcache.v1.storage.eviction import EvictionPolicy
+    from lmcache.v1.storage.l2.adapter import StorageAdapter
 
 __all__ = ["PROJECT", "ServerHandle", "Verb", "hookimpl"]
 
@@ -72,11 +73,13 @@ def lmcache_eviction_policies() -> Mapping[str, Callable[[], EvictionPolicy]]:
 
 
 @hookspec
-def lmcache_storage_adapters() -> Mapping[str, type]:
-    """Classes of storage adapters (the tiers behind L1) by the scheme of their address, such as ``redis``.
+def lmcache_storage_adapters() -> Mapping[str, Callable[[Mapping[str, Any]], StorageAdapter]]:
+    """Makers of storage adapters (the tiers behind L1) by the ``type`` for ``--l2-adapter``.
 
-    Reserved: this release has L1 only and never calls it. It is used from the release on that has L2, which
-    also documents the class. Declared now so that a plugin may be written for both.
+    A maker gets the operator's options without ``type`` and raises ``ConfigError`` for a bad one, ``StartupError``
+    if the engine cannot be had. Called once when a server starts; a maker is called if its type was asked for. A
+    built-in type is never replaced. What an adapter promises: ``lmcache.v1.storage.l2.adapter``, tested by
+    ``lmcache.testing.adapters``; see ``docs/storage/external.md``.
     """
     raise NotImplementedError
 

@@ -11,38 +11,21 @@ Not thread-safe: the server holds one lock around it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
-from lmcache.v1.memory.range_allocator import RangeAllocator
-from lmcache.v1.storage.eviction import LRU, EvictionPolicy
+from lmcache.v1.storage.eviction import EvictionPolicy
+from lmcache.v1.storage.l1_objects import L1Objects
 from lmcache.v1.storage.leases import Entry, ReadLease, Reservation, Tombstones, WriteLease
-from lmcache.v1.storage.shm_pool import PAGE, PoolView, new_generation
+from lmcache.v1.storage.shm_pool import PoolView
 
 EXISTS = -1
 FULL = -2
 
 
-@dataclass(slots=True)
-class L1Counters:
-    """Running totals since the server started."""
+class L1Cache(L1Objects):
+    """Objects by key in a pool, and the leases on them.
 
-    stored: int = 0
-    duplicates: int = 0
-    evicted: int = 0
-    dropped_full: int = 0
-    aborted: int = 0
-
-
-class L1Cache:
-    """Objects by key in a pool.
-
-    Args:
-        view: the server's mapping of the pool.
-        watermark: usage, as a fraction of the capacity, above which a reservation first evicts.
-            None: nothing is evicted and a full pool drops what is new.
-        evict_ratio: fraction of the capacity that such an eviction frees at once.
-        policy: which objects go first; least recently used by default.
+    Args: those of :class:`L1Objects`.
     """
 
     def __init__(
@@ -52,45 +35,12 @@ class L1Cache:
         evict_ratio: float = 0.05,
         policy: EvictionPolicy | None = None,
     ) -> None:
-        self._view = view
-        self._allocator = RangeAllocator(view.data_bytes, PAGE)
-        self._index: dict[bytes, Entry] = {}
-        self._policy = LRU() if policy is None else policy
+        super().__init__(view, watermark, evict_ratio, policy)
         self._reads: dict[tuple[str, int], ReadLease] = {}
         self._writes: dict[tuple[str, int], WriteLease] = {}
         self._gone = Tombstones()
-        self._watermark = watermark
-        self._evict_ratio = evict_ratio
-        self._pinned = 0
-        """Objects with a pin, counted as they come and go: status and metrics ask often."""
-        self.counters = L1Counters()
 
     # ---- reading
-
-    def prefix_length(self, key_rows: Iterable[Sequence[bytes]]) -> int:
-        """Number of leading rows whose keys are all published; a row: one chunk's, over ranks and groups."""
-        index, n = self._index, 0
-        for row in key_rows:
-            for key in row:
-                if key not in index:
-                    return n
-            n += 1
-        return n
-
-    def touch(self, columns: Sequence[Sequence[bytes]], used: bool = True) -> None:
-        """Mark as just used what is published of ``columns``, each the keys of a chain of chunks.
-
-        A prefix is of use only without gaps, so its last chunk, in every column, is the first to go. Not
-        ``used``: only see to that order.
-        """
-        index = self._index
-        tell = self._policy.touch if used else self._policy.arrange
-        if len(set(map(len, columns))) <= 1:
-            rows = zip(*map(reversed, columns), strict=True)
-            tell([key for row in rows for key in row if key in index])
-            return
-        depths = reversed(range(max(map(len, columns))))
-        tell([c[i] for i in depths for c in columns if i < len(c) and c[i] in index])
 
     def is_used_up(self, owner: str, lease: int) -> bool:
         """Whether no read lease of this id can be had: it was given back already, or is held."""
@@ -126,18 +76,6 @@ class L1Cache:
         found = self._reads.get((owner, lease))
         return found.shares.get(rank, []) if found else []
 
-    def pin_entries(self, entries: Sequence[Entry]) -> None:
-        """Pin entries that a lease pins now, for a reader that may outlast the lease."""
-        for entry in entries:
-            entry.pins += 1
-            self._pinned += entry.pins == 1
-
-    def unpin_entries(self, entries: Sequence[Entry]) -> None:
-        """Undo :meth:`pin_entries`."""
-        for entry in entries:
-            entry.pins -= 1
-            self._pinned -= entry.pins == 0
-
     def release(self, owner: str, lease: int, rank: int | None = None) -> None:
         """Give back a rank's share of a read lease (None: all shares). Harmless if it is not there."""
         found = self._reads.get((owner, lease))
@@ -154,9 +92,17 @@ class L1Cache:
     # ---- writing
 
     def reserve(
-        self, session: str, lease: int, columns: Sequence[Sequence[tuple[bytes, int]]], mapped: bool
+        self,
+        session: str,
+        lease: int,
+        columns: Sequence[Sequence[tuple[bytes, int]]],
+        mapped: bool,
+        account: str = "",
     ) -> list[list[tuple[int, int]]]:
         """Reserve memory for columns of ``(key, size)``, each in the order of a chain of chunks.
+
+        Args:
+            account: whose quota it counts against.
 
         Returns:
             Per column and pair ``(offset, generation)``, or (EXISTS, 0) or (FULL, 0).
@@ -172,19 +118,21 @@ class L1Cache:
         too_large: int | None = None  # nothing is freed before we return: so there is no room for more of it
         for column, out in zip(columns, slots, strict=True):
             for depth, (key, size) in enumerate(column):
-                if key in self._index:
+                found = self._index.get(key)
+                if found is not None:
+                    found.transient = False  # somebody wants it here
                     out.append((EXISTS, 0))
                     continue
-                offset = None if too_large is not None and size >= too_large else self._allocate(size)
+                offset = (
+                    None if too_large is not None and size >= too_large else self._allocate(size, account)
+                )
                 if offset is None:
                     too_large = size if too_large is None else min(size, too_large)
                     self.counters.dropped_full += 1
                     out.append((FULL, 0))
                     continue
-                item = Reservation(key, offset, size, new_generation(), depth)
-                self._view.generations[offset // PAGE] = item.generation
-                items.append(item)
-                out.append((offset, item.generation))
+                items.append(self._reservation(key, offset, size, depth, account))
+                out.append((offset, items[-1].generation))
         self._writes[session, lease] = WriteLease(session, items, mapped)
         return slots
 
@@ -215,13 +163,13 @@ class L1Cache:
         for i, item in sorted(enumerate(items), key=lambda pair: -pair[1].depth):
             if i not in wanted:
                 self.counters.aborted += 1
-                self._free(item.offset)
+                self._free(item)
             elif item.key in self._index:
+                self._index[item.key].transient = False
                 self.counters.duplicates += 1
-                self._free(item.offset)
+                self._free(item)
             else:
-                self._index[item.key] = Entry(item.key, item.offset, item.size, item.generation)
-                self._policy.add(item.key, item.size)
+                self._publish(item)
                 published += 1
         self.counters.stored += published
         return published
@@ -232,7 +180,7 @@ class L1Cache:
         self._gone.add(session, lease)
         for item in found.items if found else ():
             self.counters.aborted += 1
-            self._free(item.offset)
+            self._free(item)
 
     # ---- owners
 
@@ -255,19 +203,12 @@ class L1Cache:
         for owner_lease in [k for k, v in self._reads.items() if k[0] == owner and v.request == request]:
             self.release(*owner_lease)
 
-    # ---- memory
-
-    def clear(self) -> int:
-        """Drop every object that is not pinned; return how many."""
-        victims = [entry for entry in self._index.values() if not entry.pins]
-        for entry in victims:
-            self._evict(entry)
-        return len(victims)
+    # ---- state
 
     @property
     def has_leases(self) -> bool:
         """Whether anybody may still be reading or writing."""
-        return bool(self._reads or self._writes)
+        return bool(self._reads or self._writes or self._taken)
 
     def usage(self) -> dict[str, int]:
         """Bytes and counts for status and metrics."""
@@ -276,51 +217,12 @@ class L1Cache:
             "used_bytes": self._allocator.used,
             "objects": len(self._index),
             "pinned_objects": self._pinned,
+            "held_objects": self._held,
             "read_leases": len(self._reads),
             "write_leases": len(self._writes),
             "reserved_bytes": sum(
-                self._allocator.rounded(i.size) for w in self._writes.values() for i in w.items
+                self._allocator.rounded(item.size)
+                for items in (*(w.items for w in self._writes.values()), self._taken.values())
+                for item in items
             ),
         }
-
-    def _allocate(self, size: int) -> int | None:
-        need = self._allocator.rounded(size)
-        capacity = self._allocator.capacity
-        if self._watermark is None or need > capacity:
-            return self._allocator.allocate(size)
-        if self._allocator.used + need > self._watermark * capacity:
-            self._evict_until_used(capacity * (self._watermark - self._evict_ratio) - need)
-        offset = self._allocator.allocate(size)
-        if offset is not None:
-            return offset
-        for key in list(self._policy.victims()):  # fragmented: go on until a range is long enough
-            entry = self._index.get(key)
-            if entry is None or entry.pins:
-                continue
-            self._evict(entry)
-            if self._allocator.largest_free >= need:
-                return self._allocator.allocate(size)
-        return None
-
-    def _evict_until_used(self, target: float) -> None:
-        victims: dict[bytes, Entry] = {}  # a policy may name a key twice, or one that is not here
-        freed = 0
-        for key in self._policy.victims():
-            if self._allocator.used - freed <= target:
-                break
-            entry = self._index.get(key)
-            if entry is not None and not entry.pins and key not in victims:
-                victims[key] = entry
-                freed += self._allocator.rounded(entry.size)
-        for entry in victims.values():
-            self._evict(entry)
-
-    def _evict(self, entry: Entry) -> None:
-        del self._index[entry.key]
-        self._policy.remove(entry.key)
-        self._free(entry.offset)
-        self.counters.evicted += 1
-
-    def _free(self, offset: int) -> None:
-        self._view.generations[offset // PAGE] = 0
-        self._allocator.free(offset)

@@ -23,6 +23,14 @@ class Entry:
     size: int
     generation: int
     pins: int = 0
+    account: str = ""
+    """Whose quota it counts against (:func:`lmcache.v1.keys.account_id`)."""
+    depth: int = 0
+    """Place of its chunk in the chain that it was stored with."""
+    held: bool = False
+    """An operator wants it kept: it is not evicted, and cleared only by force."""
+    transient: bool = False
+    """It came from a tier below for one reader, and goes with its last pin."""
 
 
 @dataclass(slots=True)
@@ -45,6 +53,7 @@ class Reservation:
     depth: int
     written: int = 0
     """Bytes that came in frames."""
+    account: str = ""
 
 
 @dataclass(slots=True)

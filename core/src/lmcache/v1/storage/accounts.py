@@ -1,0 +1,97 @@
+"""L1's books: whose memory is whose, what quotas there are, and what happened so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+__all__ = ["AccountUsage", "Accounts", "L1Counters"]
+
+
+@dataclass(slots=True)
+class L1Counters:
+    """Running totals since the server started."""
+
+    stored: int = 0
+    duplicates: int = 0
+    evicted: int = 0
+    dropped_full: int = 0
+    aborted: int = 0
+    loaded: int = 0
+    """From tiers below."""
+
+
+class AccountUsage(NamedTuple):
+    """``used_bytes`` is memory taken, reservations included; ``quota_bytes`` is None where there is no limit."""
+
+    used_bytes: int
+    objects: int
+    quota_bytes: int | None
+
+
+@dataclass(slots=True)
+class _Account:
+    used: int = 0
+    objects: int = 0
+    """Published."""
+
+
+class Accounts:
+    """Figures of every account that has something, and the quotas, also of those that have nothing."""
+
+    def __init__(self) -> None:
+        self._have: dict[str, _Account] = {}
+        self._quotas: dict[str, int] = {}
+
+    def take(self, account: str, nbytes: int) -> None:
+        """Memory is reserved."""
+        self._have.setdefault(account, _Account()).used += nbytes
+
+    def give(self, account: str, nbytes: int) -> None:
+        """Memory is free again."""
+        have = self._have[account]
+        have.used -= nbytes
+        if not have.used:
+            del self._have[account]
+
+    def published(self, account: str) -> None:
+        """One of its reservations became an object."""
+        self._have[account].objects += 1
+
+    def removed(self, account: str) -> None:
+        """One of its objects goes; :meth:`give` follows."""
+        self._have[account].objects -= 1
+
+    def set_quota(self, account: str, nbytes: int | None) -> None:
+        """Limit an account; None: no limit.
+
+        Raises:
+            ValueError: for a negative limit.
+        """
+        if nbytes is not None and nbytes < 0:
+            raise ValueError(f"quota of {nbytes} bytes: expected 0 or more, or None for no limit")
+        if nbytes is None:
+            self._quotas.pop(account, None)
+        else:
+            self._quotas[account] = nbytes
+
+    def quota(self, account: str) -> int | None:
+        """The limit in bytes, if there is one."""
+        return self._quotas.get(account) if self._quotas else None
+
+    def used(self, account: str) -> int:
+        """Bytes taken."""
+        have = self._have.get(account)
+        return have.used if have else 0
+
+    def objects(self, account: str) -> int:
+        """Published objects."""
+        have = self._have.get(account)
+        return have.objects if have else 0
+
+    def usage(self) -> dict[str, AccountUsage]:
+        """Everybody who has something or a quota."""
+        names = sorted({*self._have, *self._quotas})
+        return {
+            name: AccountUsage(self.used(name), self.objects(name), self._quotas.get(name)) for name in names
+        }

@@ -1,0 +1,1 @@
+"""A sample storage adapter of LMCache."""
