@@ -26,7 +26,7 @@ STYLES = [
     "override",
     pytest.param(
         "native",
-        marks=[pytest.mark.slow, pytest.mark.skipif(not HAS_COMPILER, reason="needs a C++ compiler")],
+        marks=[pytest.mark.long, pytest.mark.skipif(not HAS_COMPILER, reason="needs a C++ compiler")],
     ),
 ]
 COMMON = {
@@ -96,6 +96,7 @@ def test_a_new_project_builds_installs_is_found_and_passes_its_own_tests(style: 
 
 
 @pytest.mark.torch
+@pytest.mark.long
 @pytest.mark.skipif(not HAS_TORCH, reason="needs torch")
 @pytest.mark.parametrize("style", STYLES)
 def test_with_torch_it_moves_blocks_as_its_reference_does(style: str, tmp_path: Path) -> None:

@@ -91,8 +91,16 @@ BAD = [
     (2, "--eviction-trigger-watermark", "nan", "--eviction-trigger-watermark nan: expected a fraction"),
     (2, "--eviction-ratio", "-3", "--eviction-ratio -3: expected a fraction of L1"),
     (2, "--eviction-ratio", "nan", "--eviction-ratio nan: expected a fraction of L1"),
-    (2, "--chunk-size", "100", "--chunk-size 100: expected a positive multiple of 16 tokens"),
-    (2, "--chunk-size", "0", "--chunk-size 0: expected a positive multiple of 16 tokens"),
+    (2, "--chunk-size", "100", "--chunk-size 100: expected a multiple of 16 tokens up to 1048576"),
+    (2, "--chunk-size", "0", "--chunk-size 0: expected a multiple of 16 tokens up to 1048576"),
+    (2, "--chunk-size", "1" + 24 * "0", "expected a multiple of 16 tokens up to 1048576"),
+    (2, "--l2-adapter", 100_000 * "[", ": not JSON (maximum recursion depth"),
+    (
+        2,
+        "--l2-adapter",
+        '{"type": "disk", "path": "a\\u0000", "max_gb": 1}',
+        "path='a\\x00': expected a directory",
+    ),
     (
         2,
         "--eviction-policy",
@@ -123,7 +131,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(
-    ("code", "flag", "value", "text"), BAD, ids=[f"{flag} {value}" for _, flag, value, _ in BAD]
+    ("code", "flag", "value", "text"), BAD, ids=[f"{flag} {value[:40]}" for _, flag, value, _ in BAD]
 )
 def test_a_bad_setting_is_one_line_and_leaves_nothing(
     code: int, flag: str, value: str, text: str, shm_name: str, socket_path: str

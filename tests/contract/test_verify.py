@@ -88,7 +88,13 @@ def test_a_wheel_is_judged_as_a_wheel_where_its_device_is_absent(site: Path) -> 
     assert "device" in report["failed"][0]["why"]
 
 
-@pytest.mark.parametrize("fake", FAKES, ids=lambda fake: fake.name)
+@pytest.mark.parametrize(
+    "fake",
+    [
+        pytest.param(fake, id=fake.name, marks=[pytest.mark.long] if i > 1 else [])
+        for i, fake in enumerate(FAKES)
+    ],
+)
 def test_each_fault_is_caught_by_the_test_that_says_what_is_wrong(site: Path, fake: FakeBackend) -> None:
     where = site.parent / "eager" if fake.name == "fake_eager" else site
     report = found(where, fake.name, "--level", fake.level, "--only", named([fake.caught_by]), code=1)
@@ -150,6 +156,7 @@ def test_a_crash_is_a_failed_test_and_the_rest_still_runs(site: Path, tmp_path: 
     assert len([case for case in cases if case.get("classname") == "test_memory"]) > 5
 
 
+@pytest.mark.long
 def test_a_hang_is_a_failed_test_and_the_rest_still_runs(site: Path) -> None:
     chosen = "(test_reading_pages and NL_X_NB_BS_HS-tensors) or test_async_copies_of_nothing"
     done = verify(site, "fake_hang", "--only", chosen, "--test-timeout", "8", "--format", "json")
@@ -161,6 +168,7 @@ def test_a_hang_is_a_failed_test_and_the_rest_still_runs(site: Path) -> None:
     assert "in hang" in done.stderr  # the stack says where
 
 
+@pytest.mark.long
 def test_a_run_that_is_not_done_in_time_says_where_it_was(site: Path) -> None:
     report = found(site, "fake_hang", "--only", "test_reading_pages", "--timeout", "25", code=1)
     assert report["failed"][0]["why"] == "the run was not done within 25 s"
@@ -223,6 +231,7 @@ def test_an_expected_failure_that_fails_does_not_fail_the_run(site: Path, tmp_pa
     assert report["unsupported"] or report["passed"]
 
 
+@pytest.mark.long
 def test_an_expected_failure_that_passes_fails_the_run_and_is_named(site: Path, tmp_path: Path) -> None:
     test = "test_memory.test_async_copies_of_nothing_move_nothing"
     known = tmp_path / "expected.json"
@@ -231,6 +240,7 @@ def test_an_expected_failure_that_passes_fails_the_run_and_is_named(site: Path, 
     assert report["unexpected_passes"] == [{"test": test, "why": "long mended"}]
 
 
+@pytest.mark.long
 def test_an_expectation_of_a_test_that_does_not_exist_fails_the_run(site: Path, tmp_path: Path) -> None:
     known = tmp_path / "expected.json"
     known.write_text(json.dumps({"test_memory.test_gone": "renamed"}))

@@ -21,6 +21,11 @@ from lmcache.v1.protocol.channel import Channel, RequestFailed
 
 fuzz = settings(max_examples=3 * settings().max_examples)
 
+TIERS = (
+    "--l2-adapter", '{"type": "fault", "error": 0.05, "lost": 0.1, "wrong_bytes": 0.1}', "--l2-prefetch-seconds", "1",
+)  # fmt: skip
+"""So that lookups may be pending, and find what is not there."""
+
 REFUSED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What the server's loop catches."""
 
@@ -35,7 +40,7 @@ def is_request(data: bytes) -> bool:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    with running_server() as running:
+    with running_server(*TIERS) as running:
         yield running
         assert "Traceback" not in running.errors()
         assert running.end() == 0

@@ -130,6 +130,7 @@ USAGE = [
     (["ping", "--port", "x"], "port x: expected a number within 1..65535"),
     (["ping", "--host", "http://h:1"], "server address 'http://h:1': expected tcp://HOST:PORT"),
     (["ping", "--host", "h:1", "--port", "2"], "they name two ports"),
+    (["ping", "--host", "h:0"], "expected a port within 1..65535"),
     (["ping", "--host", "a b"], "server address 'tcp://a b:5555'"),
     (["ping", "--host", "*"], "server address 'tcp://*:5555'"),
     (["ping", "--host", "\udcff"], "expected tcp://HOST:PORT"),

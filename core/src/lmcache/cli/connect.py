@@ -32,13 +32,13 @@ class ToolSession(msgspec.Struct):
     channel: Channel
     timeout: float
 
-    def ask(self, request: m.Request, expect: type[R]) -> R:
-        """One round trip.
+    def ask(self, request: m.Request, expect: type[R], more: float = 0.0) -> R:
+        """One round trip; the answer may take ``more`` seconds longer than any.
 
         Raises:
             LMCacheError: one line, if the server refused, did not answer in time, or answered something else.
         """
-        return _ask(self.channel, request, expect, self.timeout)
+        return _ask(self.channel, request, expect, self.timeout + more, known=True)
 
     def timed(self, request: m.Request, expect: type[R]) -> tuple[R, float]:
         """``ask``, and the seconds that it took."""
@@ -69,10 +69,16 @@ def tool_session(args: argparse.Namespace) -> Iterator[ToolSession]:
         channel.close()
 
 
-def _ask(channel: Channel, request: m.Request, expect: type[R], timeout: float) -> R:
+def _ask(channel: Channel, request: m.Request, expect: type[R], timeout: float, known: bool = False) -> R:
+    """``known``: it has answered before, so that its silence is that of a server at work, or of one that ended."""
     try:
         reply, _ = channel.call(request, timeout)
     except Unavailable as exc:
+        if known:
+            raise LMCacheError(
+                f"the server at {channel.address} has not answered within {timeout:g} s ({exc}); what was asked for"
+                " may go on there, e.g. in a tier that hangs: see `lmcache describe kvcache`"
+            ) from None
         raise LMCacheError(
             f"no cache server answers at {channel.address} within {timeout:g} s ({exc});"
             " is `lmcache server` running there?"

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from lmcache.v1.protocol.messages import Holding
+from lmcache.cli.output import table
+from lmcache.v1.protocol.messages import Holding, Holdings
+
+if TYPE_CHECKING:
+    from lmcache.cli.connect import ToolSession
+
+_SHOWN = 20
+"""Characters of a revision in the table; the JSON object has it whole."""
 
 _Label = tuple[str, str, str, int, int, int]
 
@@ -49,6 +57,40 @@ def summarise(rows: Iterable[Holding], chunk_size: int) -> list[ModelHolding]:
         for part in [[share] for share in shares] if alone else [shares]:
             found.append(_entry(label, tier, part, chunk_size))
     return sorted(found, key=lambda entry: (-entry.tokens, entry.model, entry.tier))
+
+
+def report(session: ToolSession, tokens: int, chunks: int, found: Holdings) -> tuple[dict[str, Any], str]:
+    """What is held of a prompt of ``tokens`` tokens and ``chunks`` complete chunks, as data and as text."""
+    size = session.welcome.chunk_size
+    models = summarise(found.rows, size)
+    data = {
+        "address": session.address,
+        "epoch": session.welcome.epoch,
+        "tokens": tokens,
+        "chunk_size": size,
+        "complete_chunks": chunks,
+        "models": msgspec.to_builtins(models),
+    }
+    head = f"{session.address}: asked for {tokens} tokens, {chunks} complete chunks of {size}"
+    return data, f"{head}\n{_text(models)}"
+
+
+def _text(models: Sequence[ModelHolding]) -> str:
+    if not models:
+        return "no engine has registered a model with this server since it started"
+    rows = [
+        (
+            entry.model,
+            entry.revision if len(entry.revision) <= _SHOWN else f"{entry.revision[:_SHOWN]}…",
+            entry.dtype,
+            f"TP {entry.tp_size}, PP {entry.pp_size}, groups {entry.groups}",
+            entry.tier,
+            entry.tokens,
+            "" if entry.complete else "not all ranks have registered",
+        )
+        for entry in models
+    ]
+    return table(("model", "revision", "dtype", "parts", "tier", "tokens held", "note"), rows)
 
 
 def _entry(label: _Label, tier: str, shares: list[Holding], chunk_size: int) -> ModelHolding:

@@ -8,12 +8,16 @@ from typing import Any
 
 from lmcache.cli.args import add_format, add_server
 from lmcache.cli.output import duration, emit, pairs, size, table
+from lmcache.errors import ConfigError
 
 HELP = "show a running server's settings, its fill and who is connected"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
+    parser.add_argument(
+        "part", nargs="?", metavar="kvcache", help="only what is held: L1, tiers, accounts (all)"
+    )
     add_server(parser)
     add_format(parser)
 
@@ -23,19 +27,26 @@ def run(args: argparse.Namespace) -> int:
     from lmcache.cli.connect import tool_session
     from lmcache.v1.protocol import messages as m
 
+    if args.part not in (None, "kvcache"):
+        raise ConfigError(f"describe {args.part}: expected nothing, or kvcache")
     with tool_session(args) as session:
         state: dict[str, Any] = dict(session.ask(m.Status(), m.State).fields)
     mine = {"role": "tool", "client": session.client}
     state["sessions"] = [row for row in state.get("sessions", ()) if row | mine != row]
     data = {"address": session.address, **state}
-    emit(args.format, data, _text(data) if args.format != "json" else "")
+    if args.part:
+        data = {name: data.get(name) for name in ("address", "epoch", "chunk_size", "l1", "l2", "accounts")}
+    text = ""
+    if args.format != "json":
+        text = _held(data) if args.part else _text(data)
+    emit(args.format, data, text)
     return 0
 
 
 def _text(state: Mapping[str, Any]) -> str:
     """The state for people. A field that another version of the server does not send is shown as ``-``."""
     l1: Mapping[str, Any] = state.get("l1") or {}
-    parts = [pairs([*_server(state), *_l1(l1), ("requests", state.get("requests"))])]
+    parts = [pairs([*_server(state), *_l1(l1), ("requests", state.get("requests"))]), *_tiers(state)]
     sessions = [
         (
             s.get("role"),
@@ -52,6 +63,44 @@ def _text(state: Mapping[str, Any]) -> str:
     else:
         parts.append("nobody is connected")
     return "\n\n".join(parts)
+
+
+def _held(state: Mapping[str, Any]) -> str:
+    return "\n\n".join([pairs(_l1(state.get("l1") or {})), *_tiers(state), *_accounts(state)])
+
+
+def _tiers(state: Mapping[str, Any]) -> list[str]:
+    rows = [
+        (
+            tier.get("name"),
+            tier.get("type"),
+            tier.get("state"),
+            tier.get("objects"),
+            _bytes(tier.get("used_bytes")),
+            _bytes(tier.get("capacity_bytes")) if tier.get("capacity_bytes") else "no limit",
+            _bytes(tier.get("queued_bytes")),
+            tier.get("where"),
+        )
+        for tier in state.get("l2") or ()
+    ]
+    heads = ("tier", "type", "state", "objects", "in use", "capacity", "to be written", "where")
+    return [table(heads, rows)] if rows else []
+
+
+def _accounts(state: Mapping[str, Any]) -> list[str]:
+    rows = [
+        (
+            row.get("account") or "(no salt)",
+            "none" if row.get("limit_bytes") is None else size(int(row["limit_bytes"])),
+            size(int(row.get("used_bytes") or 0)),
+        )
+        for row in state.get("accounts") or ()
+    ]
+    return [table(("account", "limit", "in use"), rows)] if rows else []
+
+
+def _bytes(value: object) -> str | None:
+    return size(value) if isinstance(value, int) and value >= 0 else None
 
 
 def _server(state: Mapping[str, Any]) -> list[tuple[str, object]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
+from typing import Any
 
 from lmcache.cli.args import add_format, integer, number
 from lmcache.cli.output import emit
@@ -18,7 +19,10 @@ def add(parser: argparse.ArgumentParser) -> None:
     from lmcache.v1.multiprocess.server.config import FLAGS
 
     for name, kind, text in FLAGS:
-        parser.add_argument(f"--{name}", type=_TYPES.get(kind, kind), help=text)
+        if kind is list:
+            parser.add_argument(f"--{name}", action="append", metavar="JSON", help=text)
+        else:
+            parser.add_argument(f"--{name}", type=_TYPES.get(kind, kind), help=text)
     add_format(parser)
 
 
@@ -28,6 +32,9 @@ def run(args: argparse.Namespace) -> int:
     from lmcache.v1.multiprocess.server.config import FLAGS, ServerConfig
 
     given = {name.replace("-", "_"): getattr(args, name.replace("-", "_")) for name, _, _ in FLAGS}
-    config = ServerConfig(**{k: v for k, v in given.items() if v is not None})
+    fields: dict[str, Any] = {
+        k: tuple(v) if isinstance(v, list) else v for k, v in given.items() if v is not None
+    }
+    config = ServerConfig(**fields)
     run_server(config, lambda ready: emit(args.format, asdict(ready), str(ready)))
     return 0

@@ -55,6 +55,25 @@ class ClientOptions(msgspec.Struct, kw_only=True, frozen=True):
     """auto: map the pool if possible, else frames; require: no cache without mapping; off: always frames."""
 
 
+class Call:
+    """A round trip under way; see :meth:`CacheClient.begin`."""
+
+    __slots__ = ("_client", "_future", "_message", "_posted")
+
+    def __init__(self, client: CacheClient, message: m.Request, future: Future, posted: int) -> None:
+        self._client, self._message, self._future, self._posted = client, message, future, posted
+
+    def ready(self) -> bool:
+        """Whether ``result`` has not to wait: the answer is there, or its deadline has passed. Takes a millisecond."""
+        return not self._future.wait(0.0)
+
+    def result(self) -> tuple[m.Reply, list[bytes]]:
+        """The answer and its payload frames. Raises what :meth:`CacheClient.call` does."""
+        answer = self._client._finish(self._message, self._future)
+        self._client._read_up_to(self._posted)
+        return answer
+
+
 class CacheClient:
     """One session of one role.
 
@@ -130,7 +149,7 @@ class CacheClient:
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join(self.options.control_timeout + 1)
-        if self.up:
+        if self.up and not (self.attachment is not None and self.attachment.ended):
             try:  # with a reply, or the message might be dropped with the socket
                 self._beat.call(m.Bye(session=self.session), self.options.control_timeout)
             except LMCacheError as exc:
@@ -159,12 +178,21 @@ class CacheClient:
             Unavailable: if the server did not answer, then the circuit breaker opens; NotSent, which is one, if
             the session is not open. RequestFailed: if the server refused.
         """
+        return self.begin(message, nbytes, payload).result()
+
+    def begin(self, message: m.Request, nbytes: int = 0, payload: Sequence[Any] = ()) -> Call:
+        """As :meth:`call`, for a caller that does not wait but looks again.
+
+        Raises: what :meth:`call` does; what the answer brings, from the call's ``result``.
+        """
         posted = self._posted
-        answer = self._finish(message, self._submit(message, nbytes, payload))
+        return Call(self, message, self._submit(message, nbytes, payload), posted)
+
+    def _read_up_to(self, posted: int) -> None:
+        """The server answered what was sent after the first ``posted`` gifts: it has read them."""
         with self._guard:
             while self._unsure and self._unsure[0][0] <= posted:
                 self._unsure.popleft()
-        return answer
 
     def pipeline(
         self, requests: Iterable[tuple[m.Request, int, Sequence[Any]]]
@@ -185,6 +213,8 @@ class CacheClient:
         if not self._up.is_set():
             raise NotSent(f"{type(message).__name__}: {self.reason}")
         timeout = self.options.control_timeout + nbytes / self.options.data_bytes_per_second
+        if isinstance(message, m.Lookup):
+            timeout += max(0.0, message.wait)
         try:
             return self._channel.submit(message, timeout, payload)
         except Unavailable as exc:

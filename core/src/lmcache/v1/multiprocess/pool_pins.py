@@ -1,17 +1,20 @@
-"""The server's pool, page-locked for the devices that copy to and from it."""
+"""The pool, page-locked for the devices that copy to and from it: by the server, or by a worker that copies."""
 
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import TYPE_CHECKING
 
-from lmcache.logging import init_logger
+from lmcache.logging import init_logger, warn_once
 from lmcache.v1.storage.shm_pool import PoolView
 
 if TYPE_CHECKING:
+    import torch
+
     from lmcache.v1.platform.base.device_spec import DeviceSpec
 
-__all__ = ["PoolPins"]
+__all__ = ["PoolPins", "lock_mapping"]
 
 logger = init_logger(__name__)
 
@@ -57,3 +60,53 @@ class PoolPins:
                 if not spec.unpin_memory(self._view.address):
                     logger.warning("device backend %s: the pool stays page-locked", spec.backend_name)
             self._pinned.clear()
+
+
+def lock_mapping(view: PoolView, device: torch.device) -> threading.Thread | None:
+    """Lock a worker's mapping for its device, in a thread of its own, for as long as anybody uses the mapping.
+
+    Until it is locked, and where that is refused, copies go through the driver's own buffers. None: nothing to do
+    for this device.
+    """
+    if device.type == "cpu":
+        return None
+    thread = threading.Thread(target=_lock, args=(view, device), name="lmcache-pin", daemon=True)
+    thread.start()
+    return thread
+
+
+def _lock(view: PoolView, device: torch.device) -> None:
+    from lmcache.v1.platform import get_device_spec
+
+    size = view.data_bytes
+    try:
+        spec = get_device_spec(device.type)
+        if spec is None or not spec.is_pin_supported:
+            return
+        if device.index is not None:  # a thread begins on the first device, and would open that one, too
+            spec._get_torch_module().set_device(device)
+        locked = spec.pin_memory(view.address, size)
+    except Exception as exc:  # a fault of the vendor's costs speed, nothing else
+        warn_once(logger, f"lock:{device.type}", "device %s: the pool is not page-locked: %s", device, exc)
+        return
+    if not locked:
+        warn_once(
+            logger,
+            f"lock:{device.type}",
+            "device backend %s: the pool's %d bytes cannot be page-locked in this worker, so copies are slower;"
+            " raise the limit (ulimit -l unlimited) or take a smaller pool",
+            spec.backend_name,
+            size,
+        )
+        return
+    # Copies under way keep the view; once it goes, and before its memory is unmapped, this is called. Not at the
+    # end of the process, when the driver may have gone first.
+    weakref.finalize(view, _unlock, spec, view.address).atexit = False
+    logger.info(
+        "device backend %s: this worker's mapping of %d bytes is page-locked", spec.backend_name, size
+    )
+
+
+def _unlock(spec: DeviceSpec, address: int) -> None:
+    if not spec.unpin_memory(address):
+        logger.warning("device backend %s: a mapping of the pool stays page-locked", spec.backend_name)

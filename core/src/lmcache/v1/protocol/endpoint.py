@@ -26,6 +26,8 @@ def endpoint(host: str, port: int | str | None = None) -> str:
         raise ConfigError(f"server address {host!r}: {exc}; expected tcp://HOST:PORT") from None
     if parts.scheme != "tcp" or not parts.hostname or parts.path.strip("/"):
         raise ConfigError(f"server address {host!r}: expected tcp://HOST:PORT")
+    if in_host == 0:
+        raise ConfigError(f"server address {host!r}: expected a port within 1..65535")
     given = parse_port(port) if port not in (None, "") else None
     if in_host and given and in_host != given:
         raise ConfigError(f"server address {host!r} and port {port}: they name two ports; give one")

@@ -13,18 +13,16 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from lmcache.v1.keys import DIGEST_BYTES, Namespace
+from lmcache.v1.protocol.base import Message as Message
+from lmcache.v1.protocol.peer import PeerReply, PeerRequest
 
-PROTOCOL = 1
+PROTOCOL = 2
 PROTOCOL_MIN = 1
 MAX_FRAME_BYTES = 64 << 20
 PIECE_BYTES = 8 << 20
 """Payload of objects travels in pieces of at most this size."""
 
 Role: TypeAlias = Literal["scheduler", "worker", "tool"]
-
-
-class Message(msgspec.Struct, tag_field="op", kw_only=True):
-    """Base of all messages."""
 
 
 class Hello(Message, tag="hello"):
@@ -77,6 +75,10 @@ class Lookup(Message, tag="lookup"):
 
     ``hashes`` are the 32-byte chunk digests, joined, from chunk ``known`` on; the first ``known`` were sent
     before for the same request in this session.
+
+    Where tiers below L1 may hold more than L1 does, ``wait`` says what to do. Negative, as from a client of protocol
+    1: answer at once with what L1 holds. From 0 on: fetch the rest, and answer when that is done, or after ``wait``
+    seconds with ``pending``; then ask again under the same lease id, with whatever ``wait``.
     """
 
     session: str
@@ -85,6 +87,9 @@ class Lookup(Message, tag="lookup"):
     hashes: bytes
     known: int = 0
     start: int = 0
+    wait: float = -1.0
+    account: str = ""
+    """Whose quota what is fetched counts against (:func:`lmcache.v1.keys.account_id`)."""
 
 
 class Reserve(Message, tag="reserve"):
@@ -93,6 +98,7 @@ class Reserve(Message, tag="reserve"):
     session: str
     lease: int
     hashes: list[bytes]
+    account: str = ""
 
 
 class Write(Message, tag="write"):
@@ -105,11 +111,16 @@ class Write(Message, tag="write"):
 
 
 class Commit(Message, tag="commit"):
-    """Publish the reservations at ``indexes``; the lease's others are freed."""
+    """Publish the reservations at ``indexes``; the lease's others are freed.
+
+    Answered at once, but where a tier is to be written in step with L1: then once it holds them or gave up, after
+    ``wait`` seconds at most.
+    """
 
     session: str
     lease: int
     indexes: list[int]
+    wait: float = 1.0
 
 
 class DeviceStore(Message, tag="device_store"):
@@ -125,6 +136,7 @@ class DeviceStore(Message, tag="device_store"):
     hashes: list[bytes]
     blocks: list[list[int]]
     event: bytes
+    account: str = ""
 
 
 class DeviceLoad(Message, tag="device_load"):
@@ -190,7 +202,60 @@ class Status(Message, tag="status"):
 
 
 class Clear(Message, tag="clear"):
-    """Drop every object that is not pinned."""
+    """Drop every object that is not pinned, from L1 and every tier.
+
+    ``tiers`` (protocol 2): from these only, ``l1`` or a tier's name. ``account``: only what counts against it.
+    ``force``: also what an operator holds; never what is being read.
+    """
+
+    tiers: list[str] | None = None
+    account: str | None = None
+    force: bool = False
+
+
+class ListObjects(Message, tag="list_objects"):
+    """Objects in L1 by ascending key, ``limit`` of them, from the one after key ``after`` on. Protocol 2.
+
+    ``account``: only what counts against it. ``tier``: those of a tier that belongs to the server alone, whose sizes
+    include the header, and whose accounts are not known without reading them.
+    """
+
+    tier: str = "l1"
+    after: bytes = b""
+    limit: int = 100
+    account: str | None = None
+
+
+class Hold(Message, tag="hold"):
+    """Keep what L1 holds of a chain of chunks, for every known namespace, from being evicted. Protocol 2.
+
+    ``on`` false: let go of it. Holds belong to the running server.
+    """
+
+    hashes: bytes
+    on: bool = True
+
+
+class Warm(Message, tag="warm"):
+    """Fetch a chain of chunks from the tiers into L1, for every known namespace. Protocol 2.
+
+    Answered like Query, once that is done or ``wait`` seconds are over.
+    """
+
+    hashes: bytes
+    account: str = ""
+    wait: float = 1.0
+
+
+class SetQuota(Message, tag="set_quota"):
+    """Limit the bytes in L1 that count against ``account``; None: no limit any more. Protocol 2."""
+
+    account: str
+    limit_bytes: int | None
+
+
+class Quotas(Message, tag="quotas"):
+    """What each account uses of L1, and its limit. Protocol 2."""
 
 
 Request: TypeAlias = (
@@ -212,6 +277,12 @@ Request: TypeAlias = (
     | Query
     | Status
     | Clear
+    | ListObjects
+    | Hold
+    | Warm
+    | SetQuota
+    | Quotas
+    | PeerRequest
 )
 
 
@@ -249,9 +320,10 @@ class Pong(Message, tag="pong"):
 
 
 class Ok(Message, tag="ok"):
-    """Done; ``count`` says how many where that means something."""
+    """Done; ``count`` says how many where that means something, ``counts`` by tier; -1: not known."""
 
     count: int = 0
+    counts: dict[str, int] = {}
 
 
 class Found(Message, tag="found"):
@@ -263,6 +335,8 @@ class Found(Message, tag="found"):
     epoch: str
     chunks: int
     slots: list[list[list[int]]] = []
+    pending: bool = False
+    """More is being fetched: nothing is pinned yet, ask again under the same lease id."""
 
 
 class Reserved(Message, tag="reserved"):
@@ -303,6 +377,39 @@ class Holdings(Message, tag="holdings"):
     rows: list[Holding]
 
 
+class Stored(msgspec.Struct, kw_only=True):
+    """One object. ``model`` is empty if its namespace is not known, ``account`` where it is not known."""
+
+    key: bytes
+    size: int
+    model: str
+    account: str
+    pins: int
+    held: bool
+
+
+class Listing(Message, tag="listing"):
+    """Answer to ListObjects. ``more``: there are others after the last one."""
+
+    objects: list[Stored]
+    more: bool
+
+
+class Account(msgspec.Struct, kw_only=True):
+    """One account's use of L1. ``limit_bytes`` None: no limit."""
+
+    account: str
+    used_bytes: int
+    objects: int
+    limit_bytes: int | None
+
+
+class Accounts(Message, tag="accounts"):
+    """Answer to Quotas: every account that uses L1 or has a limit."""
+
+    rows: list[Account]
+
+
 class State(Message, tag="state"):
     """Answer to Status."""
 
@@ -316,7 +423,9 @@ class Error(Message, tag="error"):
     message: str
 
 
-Reply: TypeAlias = Welcome | Pong | Ok | Found | Reserved | Moved | Holdings | State | Error
+Reply: TypeAlias = (
+    Welcome | Pong | Ok | Found | Reserved | Moved | Holdings | Listing | Accounts | State | Error | PeerReply
+)
 
 request_decoder = msgspec.msgpack.Decoder(Request)
 reply_decoder = msgspec.msgpack.Decoder(Reply)

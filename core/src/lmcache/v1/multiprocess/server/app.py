@@ -5,30 +5,24 @@ from __future__ import annotations
 import ipaddress
 import os
 import resource
-import secrets
 import signal
 import socket
 import threading
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from lmcache.errors import StartupError
 from lmcache.logging import init_logger
-from lmcache.v1.multiprocess.host import boot_id
-from lmcache.v1.multiprocess.server.attach import AttachServer
+from lmcache.v1.multiprocess.server.assembly import Assembly
 from lmcache.v1.multiprocess.server.config import ServerConfig
 from lmcache.v1.multiprocess.server.http import HttpServer, claim
-from lmcache.v1.multiprocess.server.loop import RequestLoop
 from lmcache.v1.multiprocess.server.metrics import Metrics
 from lmcache.v1.multiprocess.server.plugins import ServerPlugins, refused_policies
 from lmcache.v1.multiprocess.server.service import Service
-from lmcache.v1.multiprocess.server.sessions import Peer
 from lmcache.v1.plugins import ServerHandle
-from lmcache.v1.protocol.messages import Attach
-from lmcache.v1.storage.shm_pool import ShmPool, sweep_stale_segments
+from lmcache.v1.storage.shm_pool import sweep_stale_segments
 
 logger = init_logger(__name__)
 
@@ -99,7 +93,13 @@ def _gauges(metrics: Metrics, service: Service, lock: threading.Lock) -> None:
         "objects refused for want of room so far",
         lambda: float(service.l1.counters.dropped_full),
     )
+    metrics.watch_tiers(lambda: _tiers(service, lock))
     metrics.watch("sessions", "open sessions", lambda: float(len(service.sessions.by_id)))
+
+
+def _tiers(service: Service, lock: threading.Lock) -> list[dict[str, Any]]:
+    with lock:
+        return service.store.status()
 
 
 def _check_open_files() -> None:
@@ -119,68 +119,45 @@ def run_server(config: ServerConfig, announce: Callable[[Ready], None]) -> None:
         In both cases nothing is left behind.
     """
     plugins = ServerPlugins()
-    config.check(plugins.policies, refused_policies(plugins.host.records))
-    policy = plugins.make_policy(config.eviction_policy)
     _check_open_files()
     stop = threading.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, lambda *_: stop.set())
     with ExitStack() as cleanup:
         cleanup.callback(plugins.close)
-        metrics = Metrics()
+        config.check(plugins.policies, refused_policies(plugins.host.records))
         host, http_host = resolve("--host", config.host), resolve("--http-host", config.http_host)
-        loop = RequestLoop(host, config.port, metrics)
-        cleanup.callback(loop.close)
         http_socket = claim(http_host, config.http_port)
         cleanup.callback(http_socket.close)
         for path in sweep_stale_segments():
             logger.warning("removed %s: its server is dead", path)
-        began = time.monotonic()
-        pool = ShmPool(config.l1_bytes, config.shm_name or None, stop)
-        cleanup.callback(pool.close)
-        reserved = time.monotonic() - began
-
-        lock = threading.Lock()
-        address = config.shm_socket or f"@lmcache-{secrets.token_hex(8)}"
-        attach = None
-        if config.shm != "off":
-            attach = Attach(socket=address, host=boot_id(), data_bytes=pool.view.data_bytes)
-        service = Service(config, pool.view, attach, metrics, policy, plugins.emit, lock)
-        if attach is not None:
-            door = AttachServer(address, pool.fd, *_attach_callbacks(service, lock))
-            cleanup.callback(door.close)
-            door.start()
-        # Before the door: who sees it close takes it that nothing writes to his memory any more.
-        cleanup.callback(service.devices.close)
-        _gauges(metrics, service, lock)
-        http = HttpServer(http_socket, f"tcp://{_netloc(_near(host))}:{loop.port}", metrics.registry)
+        core = Assembly(config, plugins, host, stop)
+        cleanup.callback(core.close)
+        _gauges(core.metrics, core.service, core.lock)
+        http = HttpServer(
+            http_socket, f"tcp://{_netloc(_near(host))}:{core.loop.port}", core.metrics.registry
+        )
         cleanup.callback(http.close)
         http.start()
 
         _warn_of_open_doors(host, http_host)
-        handle = _handle(loop.address, f"http://{_netloc(http_host)}:{http.port}", service, lock)
+        handle = _handle(
+            core.loop.address, f"http://{_netloc(http_host)}:{http.port}", core.service, core.lock
+        )
         plugins.started(handle, stop)
         cleanup.callback(plugins.stopping, handle)
         announce(
             Ready(
-                address=loop.address,
+                address=core.loop.address,
                 http=handle.http,
                 l1_gib=config.l1_size_gb,
-                shm=pool.kind if attach else "off",
+                shm=core.pool.kind if core.service.attach else "off",
                 chunk_size=config.chunk_size,
                 pid=os.getpid(),
-                reserve_seconds=round(reserved, 3),
+                reserve_seconds=round(core.reserve_seconds, 3),
             )
         )
-
-        def sweep() -> None:
-            with lock:
-                for session in service.sessions.silent_since(time.monotonic() - config.session_timeout):
-                    service.drop_session(session.id, dead=False)
-                totals = asdict(service.l1.counters)
-            plugins.count(totals)
-
-        loop.run(service, lock, stop, sweep)
+        core.run()
         logger.info("stopping")
 
 
@@ -200,22 +177,3 @@ def _handle(address: str, http: str, service: Service, lock: threading.Lock) -> 
             return service.status()
 
     return ServerHandle(address, http, service.epoch, service.config.chunk_size, os.getpid(), status)
-
-
-def _attach_callbacks(
-    service: Service, lock: threading.Lock
-) -> tuple[Callable[[str, bool, Peer], str | None], Callable[[str], None]]:
-    def on_attach(ident: str, want_fd: bool, peer: Peer) -> str | None:
-        with lock:
-            session = service.sessions.by_id.get(ident)
-            if session is None:
-                return "session unknown; say hello first"
-            session.mapped = session.mapped or want_fd
-            session.peer = peer
-            return None
-
-    def on_gone(ident: str) -> None:
-        with lock:
-            service.drop_session(ident, dead=True)
-
-    return on_attach, on_gone

@@ -84,7 +84,8 @@ class AttachServer:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         if not self.address.startswith("@"):
             self._remove_dead_socket(Path(self.address))
-        old_mask = os.umask(0o177)
+        # The mask is the whole process's, which may be an engine's: an abstract address, having no file, needs none.
+        old_mask = None if self.address.startswith("@") else os.umask(0o177)
         try:
             listener.bind(socket_name(self.address))
         except OSError as exc:
@@ -93,7 +94,8 @@ class AttachServer:
                 f"--shm-socket {self.address}: cannot be bound ({exc.strerror}); choose another path"
             ) from None
         finally:
-            os.umask(old_mask)
+            if old_mask is not None:
+                os.umask(old_mask)
         listener.listen(64)
         listener.setblocking(False)
         return listener

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lmcache.errors import LMCacheError
 from lmcache.v1.keys import Namespace
 from lmcache.v1.multiprocess.server.attach import stranger
+from lmcache.v1.multiprocess.server.refused import Refused
 from lmcache.v1.multiprocess.server.sessions import Session
 from lmcache.v1.protocol import messages as m
+from lmcache.v1.protocol import peer as p
 from lmcache.v1.storage.leases import Entry
 
 _MAX_OBJECT_BYTES = 1 << 34
-
-
-class Refused(LMCacheError):
-    """A request that cannot be served; ``code`` is the error reply's code."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code = code
+_MAX_ACCOUNT = 64
 
 
 def check_layouts(namespaces: Sequence[Namespace], chunk_size: int) -> None:
@@ -71,6 +65,22 @@ def check_peer(session: Session) -> None:
         raise Refused("bad_request", why)
 
 
+def digests(joined: bytes) -> list[bytes]:
+    """Chunk digests as a list; refuse what are none."""
+    try:
+        return m.split_hashes(joined)
+    except ValueError as exc:
+        raise Refused("bad_request", str(exc)) from None
+
+
+def check_account(account: str) -> None:
+    """Refuse what is no name of an account: it reaches people's terminals."""
+    if len(account) > _MAX_ACCOUNT or not account.isprintable():
+        raise Refused(
+            "bad_request", f"account {account[:40]!r}: expected up to {_MAX_ACCOUNT} printable characters"
+        )
+
+
 def check_share(namespaces: Sequence[tuple[bytes, Namespace]], share: Sequence[Entry]) -> int:
     """How many chunks a rank's share of a read lease is; refuse one that was looked up for other layouts."""
     chunks = len(share) // len(namespaces)
@@ -88,4 +98,30 @@ def check_blocks(
     if [len(ids) for ids in blocks] != want:
         raise Refused(
             "bad_request", f"block ids {[len(ids) for ids in blocks]}: expected {want} per KV group"
+        )
+
+
+def joined_keys(joined: bytes) -> list[bytes]:
+    """Keys that a peer sent; refuse what are none."""
+    try:
+        return p.split_keys(joined)
+    except ValueError as exc:
+        raise Refused("bad_request", str(exc)) from None
+
+
+def check_push(msg: p.PushReserve) -> None:
+    """Refuse keys, sizes, waits and accounts that make no sense."""
+    keys = joined_keys(msg.keys)
+    if len(keys) != len(msg.sizes):
+        raise Refused("bad_request", f"{len(msg.sizes)} sizes: expected one for each of {len(keys)} keys")
+    if not 1 <= min(msg.sizes) <= max(msg.sizes) <= _MAX_OBJECT_BYTES:
+        raise Refused(
+            "bad_request",
+            f"objects of {min(msg.sizes)} to {max(msg.sizes)} bytes: expected 1 to {_MAX_OBJECT_BYTES}",
+        )
+    if not 0 <= msg.wait <= p.MAX_WAIT:
+        raise Refused("bad_request", f"wait of {msg.wait} s: expected 0 to {p.MAX_WAIT:g}")
+    if len(msg.account) > _MAX_ACCOUNT or not msg.account.isprintable():
+        raise Refused(
+            "bad_request", f"account {msg.account[:40]!r}: expected up to {_MAX_ACCOUNT} printable characters"
         )

@@ -10,14 +10,20 @@ from collections.abc import Sequence
 import msgspec
 
 from lmcache.errors import ConfigError
+from lmcache.v1.multiprocess.server.tiers import parse_adapters
 from lmcache.v1.platform.base.device_spec import MPTransferMode
 from lmcache.v1.storage.policies import BUILT_IN
 
 POLICIES = tuple(BUILT_IN)
 SHM_MODES = ("auto", "off")
+PEER_TRANSPORTS = ("auto", "frames")
+STORE_POLICIES = ("write_behind", "skip_l1")
+PREFETCH_POLICIES = ("retain", "drop")
 _GRANULE = 16
+_MAX_CHUNK = 1 << 20
 _MIN_L1_BYTES = 1 << 20
 _MAX_L1_GIB = 1 << 30
+_MAX_SECONDS = 3600.0
 
 FLAGS: tuple[tuple[str, type, str], ...] = (
     ("host", str, "address of the request port (127.0.0.1)"),
@@ -33,6 +39,36 @@ FLAGS: tuple[tuple[str, type, str], ...] = (
     ("shm", str, f"one of {', '.join(SHM_MODES)}: may clients on this host map L1? (auto)"),
     ("shm-name", str, "name L1 as a segment in /dev/shm instead of an anonymous memfd"),
     ("shm-socket", str, "path of the Unix socket that hands out L1's descriptor (an abstract one)"),
+    (
+        "push-limit-gb",
+        float,
+        "most GiB of L1 that peers may hold for what they have yet to push (half of L1)",
+    ),
+    ("peer-transport", str, f"one of {', '.join(PEER_TRANSPORTS)}: may peers write to L1 by NIXL? (auto)"),
+    (
+        "l2-adapter",
+        list,
+        "a tier below L1, as a JSON object with its type; may be repeated, the fastest first",
+    ),
+    (
+        "l2-store-policy",
+        str,
+        f"one of {', '.join(STORE_POLICIES)}: what stays in L1 once tiers hold it (write_behind)",
+    ),
+    (
+        "l2-prefetch-policy",
+        str,
+        f"one of {', '.join(PREFETCH_POLICIES)}: what of a read from tiers stays in L1 (retain)",
+    ),
+    (
+        "l2-queue-gb",
+        float,
+        "GiB of L1 that may wait to be written to one tier (0.25, but a quarter of L1 for all at most)",
+    ),
+    ("l2-load-seconds", float, "limit of one read of a tier (5)"),
+    ("l2-store-seconds", float, "limit of one write to a tier (30)"),
+    ("l2-prefetch-seconds", float, "limit of all that is read for one lookup (10)"),
+    ("l2-flush-seconds", float, "limit of what is still written to tiers at the end (10)"),
     ("session-timeout", float, "seconds of silence after which a client counts as gone (30)"),
 )
 
@@ -58,12 +94,31 @@ class ServerConfig(msgspec.Struct, kw_only=True, frozen=True):
     """Name of a segment in /dev/shm; empty: an anonymous memfd, which leaves no name behind."""
     shm_socket: str = ""
     """Unix socket that hands out the pool's descriptor; empty: an abstract one, which leaves no file."""
+    push_limit_gb: float = 0.0
+    """GiB of L1 that peers may hold unpublished, and may pin to read; 0: half of L1."""
+    peer_transport: str = "auto"
+    """auto: peers may write to L1 by NIXL, if its package is installed; frames: nobody may."""
+    l2_adapter: tuple[str, ...] = ()
+    """The tiers below L1, each a JSON object, the fastest first."""
+    l2_store_policy: str = "write_behind"
+    l2_prefetch_policy: str = "retain"
+    l2_queue_gb: float | None = None
+    """GiB of L1 that may wait to be written to one tier. None: 0.25, but of all tiers at most a quarter of L1."""
+    l2_load_seconds: float = 5.0
+    l2_store_seconds: float = 30.0
+    l2_prefetch_seconds: float = 10.0
+    l2_flush_seconds: float = 10.0
     session_timeout: float = 30.0
     """Seconds of silence after which a client counts as gone."""
 
     @property
     def l1_bytes(self) -> int:
         return int(self.l1_size_gb * (1 << 30))
+
+    @property
+    def push_limit_bytes(self) -> int:
+        """0: half of L1."""
+        return int(self.push_limit_gb * (1 << 30))
 
     def check(self, policies: Sequence[str] = POLICIES, hint: str = "") -> None:
         """Validate every value.
@@ -110,9 +165,9 @@ class ServerConfig(msgspec.Struct, kw_only=True, frozen=True):
                 f"--eviction-ratio {self.eviction_ratio:g}: expected a fraction of L1 from 0 up to the"
                 f" watermark {self.eviction_trigger_watermark:g}, e.g. 0.05"
             )
-        if self.chunk_size <= 0 or self.chunk_size % _GRANULE:
+        if not 0 < self.chunk_size <= _MAX_CHUNK or self.chunk_size % _GRANULE:
             raise ConfigError(
-                f"--chunk-size {self.chunk_size}: expected a positive multiple of {_GRANULE} tokens, or no"
+                f"--chunk-size {self.chunk_size}: expected a multiple of {_GRANULE} tokens up to {_MAX_CHUNK}, or no"
                 " engine's block size divides it; e.g. 256"
             )
         mode = MPTransferMode.parse(self.supported_transfer_mode, source="--supported-transfer-mode")
@@ -134,5 +189,35 @@ class ServerConfig(msgspec.Struct, kw_only=True, frozen=True):
                 f"--shm-socket {self.shm_socket}: expected a path, or @NAME, of at most 100 bytes"
                 " (a limit of Unix sockets)"
             )
+        if not 0 <= self.push_limit_gb <= self.l1_size_gb:
+            raise ConfigError(
+                f"--push-limit-gb {self.push_limit_gb:g}: expected 0 (half of L1) to --l1-size-gb {self.l1_size_gb:g}"
+            )
+        if self.peer_transport not in PEER_TRANSPORTS:
+            raise ConfigError(
+                f"--peer-transport {self.peer_transport!r}: expected one of {', '.join(PEER_TRANSPORTS)}"
+            )
         if not self.session_timeout >= 5:
             raise ConfigError(f"--session-timeout {self.session_timeout:g}: expected at least 5 seconds")
+        self._check_tiers()
+
+    def _check_tiers(self) -> None:
+        parse_adapters(self.l2_adapter)
+        for name, value, choices in (
+            ("store", self.l2_store_policy, STORE_POLICIES),
+            ("prefetch", self.l2_prefetch_policy, PREFETCH_POLICIES),
+        ):
+            if value not in choices:
+                raise ConfigError(f"--l2-{name}-policy {value!r}: expected one of {', '.join(choices)}")
+        queue = self.l2_queue_gb
+        if queue is not None and not 0 < queue * max(1, len(self.l2_adapter)) <= self.l1_size_gb:
+            raise ConfigError(
+                f"--l2-queue-gb {queue:g}: expected a positive number of GiB, of all tiers together no more than"
+                f" --l1-size-gb {self.l1_size_gb:g}: what waits cannot be evicted"
+            )
+        for name, least in (("load", 0.01), ("store", 0.01), ("prefetch", 0.01), ("flush", 0.0)):
+            seconds = getattr(self, f"l2_{name}_seconds")
+            if not least <= seconds <= _MAX_SECONDS:
+                raise ConfigError(
+                    f"--l2-{name}-seconds {seconds:g}: expected seconds within {least:g}..{_MAX_SECONDS:g}"
+                )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -22,7 +22,7 @@ from lmcache.v1.multiprocess.server.metrics import Metrics
 from lmcache.v1.platform.base.device_spec import MPTransferMode
 from lmcache.v1.protocol import messages as m
 from lmcache.v1.storage.l1 import L1Cache
-from lmcache.v1.storage.leases import Entry
+from lmcache.v1.storage.leases import Entry, Reservation
 from lmcache.v1.storage.shm_pool import PoolView
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 Later: TypeAlias = "Callable[[m.Reply], None]"
+Settled: TypeAlias = "Callable[[m.Reply, list[bytes]], None]"
+"""Told the reply to a commit, and the keys that it published."""
 
 
 def served_modes(supported: str) -> list[str]:
@@ -52,6 +54,8 @@ class _Store:
     copied: bool = False
     committed: bool = False
     dropped: bool = False
+    settled: Settled | None = None
+    """Told what became of it once the worker has committed."""
 
 
 @dataclass(slots=True)
@@ -66,9 +70,18 @@ class Devices:
     Args:
         view, l1: the pool and its index.
         lock: the server's.
+        published: told the keys of what was published.
     """
 
-    def __init__(self, view: PoolView, l1: L1Cache, lock: threading.Lock, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        view: PoolView,
+        l1: L1Cache,
+        lock: threading.Lock,
+        metrics: Metrics,
+        published: Callable[[Sequence[bytes]], None],
+    ) -> None:
+        self._published = published
         self._metrics = metrics
         self._view = view
         self._pins = PoolPins(view)
@@ -126,7 +139,7 @@ class Devices:
         worker = self._workers[session]
         owner = f"{session}/device"
         # As if by a mapped client: nothing but the end of the copy may free this memory.
-        slots = self._l1.reserve(owner, msg.lease, columns, mapped=True)
+        slots = self._l1.reserve(owner, msg.lease, columns, mapped=True, account=msg.account)
         parts = []
         for column, blocks, per_chunk in zip(slots, msg.blocks, blocks_per_chunk, strict=True):
             granted = [i for i, (offset, _) in enumerate(column) if offset >= 0]
@@ -137,7 +150,7 @@ class Devices:
             self._l1.abort(owner, msg.lease)
             return m.Moved(count=0)
         store = worker.stores[msg.lease] = _Store(owner, msg.lease, count)
-        answer = _once(later)
+        answer = once(later)
 
         def done(error: str) -> None:
             with self._lock:
@@ -154,15 +167,21 @@ class Devices:
         )
         return None
 
-    def commit(self, session: str, lease: int) -> m.Reply | None:
-        """The worker keeps the pages until the copy is done; None if this is no store of a device."""
+    def holds(self, session: str, lease: int) -> bool:
+        """Whether a store of a device is under way under this lease."""
         worker = self._workers.get(session)
-        store = worker.stores.get(lease) if worker else None
-        if worker is None or store is None:
-            return None
-        store.committed = True
+        return worker is not None and lease in worker.stores
+
+    def commit(self, session: str, lease: int, settled: Settled) -> None:
+        """The worker keeps the pages until the copy is done; ``settled`` is told once that is published or dropped.
+
+        Raises:
+            KeyError: no such store.
+        """
+        worker = self._workers[session]
+        store = worker.stores[lease]
+        store.committed, store.settled = True, settled
         self._settle(worker, store)
-        return m.Ok(count=store.count)
 
     def abort(self, session: str, lease: int) -> None:
         """The worker gave up: whatever was read is not to be published."""
@@ -248,24 +267,34 @@ class Devices:
         if not store.copied or not (store.committed or store.dropped):
             return
         worker.stores.pop(store.lease, None)
+        settled = store.settled or (lambda reply, keys: None)
         if store.dropped:
             self._l1.abort(store.owner, store.lease)
-        else:
-            published = self._l1.commit(store.owner, store.lease, range(store.count))
-            self._metrics.stored_objects.inc(published)
-            self._metrics.device_stored.inc(published)
+            settled(m.Error(code="device", message="the store was dropped; nothing of it is published"), [])
+            return
+        keys = written_keys(self._l1.reserved(store.owner, store.lease), range(store.count))
+        count = self._l1.commit(store.owner, store.lease, range(store.count))
+        self._metrics.stored_objects.inc(count)
+        self._metrics.device_stored.inc(count)
+        self._published(keys)
+        settled(m.Ok(count=count), keys)
 
 
-def _once(later: Later) -> Later:
-    """The first answer is the answer."""
-    answered = threading.Event()
+def once(later: Later) -> Later:
+    """The first answer is the answer, from whatever thread."""
+    answers = itertools.count()
 
     def answer(reply: m.Reply) -> None:
-        if not answered.is_set():
-            answered.set()
+        if next(answers) == 0:
             later(reply)
 
     return answer
+
+
+def written_keys(items: Sequence[Reservation], indexes: Iterable[int]) -> list[bytes]:
+    """Keys of the reservations at ``indexes``, first chunks first; indexes that there are none for are passed over."""
+    chosen = [items[i] for i in set(indexes) if 0 <= i < len(items)]
+    return [item.key for item in sorted(chosen, key=lambda item: item.depth)]
 
 
 def device_columns(

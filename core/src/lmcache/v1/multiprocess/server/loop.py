@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import threading
 import time
@@ -26,6 +27,15 @@ _SWEEP_SECONDS = 1.0
 _MESSAGES_QUEUED = 32
 """Per client and direction. Each may carry a piece of payload, so this bounds the memory that a client can take."""
 _DRAIN_SECONDS = 2.0
+_KEEPALIVE = (
+    (zmq.TCP_KEEPALIVE, 1),
+    (zmq.TCP_KEEPALIVE_IDLE, 10),
+    (zmq.TCP_KEEPALIVE_INTVL, 5),
+    (zmq.TCP_KEEPALIVE_CNT, 3),
+    (zmq.TCP_MAXRT, 25_000),
+)
+"""A host that is gone closes no connection. The kernel finds out in 25 seconds: the first four by asking a connection
+that is silent, the last by what it does not acknowledge."""
 _QUIET_MS = 300
 """Silence after which nothing more is thought to be on its way; on a busy host delivery takes its time."""
 
@@ -34,6 +44,9 @@ class RequestLoop:
     """Receives requests, lets the service answer, sends replies. Binds at construction, serves in ``run``.
 
     A request that the service answers later is answered from any thread; this loop's thread sends the reply.
+
+    Args:
+        host, port: an address of this host and a port, 0 for a free one; or ``ipc://…`` and 0.
 
     Raises:
         StartupError: if the address is in use or cannot be bound.
@@ -54,21 +67,29 @@ class RequestLoop:
             self._socket.setsockopt(queue, _MESSAGES_QUEUED)
         self._socket.setsockopt(zmq.SNDTIMEO, 0)  # a client that does not read must not stop the others
         self._socket.setsockopt(zmq.RCVTIMEO, 200)
-        self._socket.setsockopt(zmq.IPV6, ":" in host)
-        where = f"tcp://{f'[{host}]' if ':' in host else host}:{port or '*'}"
+        local = host.startswith("ipc://")
+        if local:  # an abstract address has no mode: only who runs as we do may connect
+            self._socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
+        else:
+            self._socket.setsockopt(zmq.IPV6, ":" in host)
+            for option, value in _KEEPALIVE:
+                self._socket.setsockopt(option, value)
+        where = host if local else f"tcp://{f'[{host}]' if ':' in host else host}:{port or '*'}"
         try:
             self._socket.bind(where)
         except zmq.ZMQError as exc:
             self.close()
+            if local:
+                raise StartupError(f"{where}: cannot be bound ({exc.strerror}); choose another") from None
             raise StartupError(
                 f"--port {port}: cannot bind {where} ({exc.strerror}); choose another --host or --port"
             ) from None
         bound = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.port = int(bound.rpartition(":")[2])
+        self.port = 0 if local else int(bound.rpartition(":")[2])
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wake, zmq.POLLIN)
-        self.address = f"tcp://{f'[{host}]' if ':' in host else host}:{self.port}"
+        self.address = where if local else f"tcp://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     def run(
         self, service: Service, lock: threading.Lock, stop: threading.Event, sweep: Callable[[], None]
@@ -77,15 +98,24 @@ class RequestLoop:
         next_sweep = time.monotonic() + _SWEEP_SECONDS
         while not stop.is_set():
             self._serve_one(service, lock)
+            self._expire(service, lock)
             if time.monotonic() >= next_sweep:
                 sweep()
                 next_sweep = time.monotonic() + _SWEEP_SECONDS
         with lock:
-            service.stopping = True  # nothing new is granted from here on
+            service.stop()  # nothing new is granted from here on
         self._socket.setsockopt(zmq.RCVTIMEO, _QUIET_MS)
         drain_until = time.monotonic() + _DRAIN_SECONDS
         while time.monotonic() < drain_until and (self._serve_one(service, lock) or service.l1.has_leases):
             continue
+
+    def reaches(self, connection: bytes) -> bool:
+        """Whether a client's connection is there. For the thread that runs the loop: it sends an answer to nothing."""
+        try:
+            self._socket.send_multipart([connection, bytes(_ID_BYTES), m.encode(m.Ok())])
+        except zmq.ZMQError as exc:
+            return exc.errno != errno.EHOSTUNREACH
+        return True
 
     def close(self) -> None:
         self._socket.close()
@@ -97,8 +127,11 @@ class RequestLoop:
     def _serve_one(self, service: Service, lock: threading.Lock) -> bool:
         """Answer one request; False if none came."""
         socket = self._socket
-        if self._awaited and not self._send_late(int(socket.rcvtimeo)):
-            return False
+        if self._awaited:
+            left_ms = 1000 * (service.next_deadline - time.monotonic())
+            limit_ms = int(socket.rcvtimeo)
+            if not self._send_late(math.ceil(max(0.0, left_ms)) if left_ms < limit_ms else limit_ms):
+                return False
         try:
             peer = socket.recv()
         except zmq.Again:
@@ -128,13 +161,21 @@ class RequestLoop:
                 )
             return True
         with lock:
-            answer = service.handle(request, payload, partial(self._answer_later, peer, head[0]))
+            answer = service.handle(request, payload, partial(self._answer_later, peer, head[0]), peer)
         self._metrics.requests.inc()
         if answer is None:
             self._awaited += 1
         elif any(head[0]):
             self._reply(peer, head[0], *answer)
         return True
+
+    @staticmethod
+    def _expire(service: Service, lock: threading.Lock) -> None:
+        """Answer those who waited long enough for something."""
+        now = time.monotonic()
+        if now >= service.next_deadline:
+            with lock:
+                service.expire(now)
 
     def _answer_later(self, peer: bytes, ident: bytes, reply: m.Reply) -> None:
         """Answer a request that the service did not answer at once. From any thread, once."""

@@ -16,6 +16,7 @@ from typing import Any
 from lmcache.errors import StartupError
 from lmcache.logging import init_logger
 from lmcache.v1.plugins import PluginHost, PluginRecord, ServerHandle
+from lmcache.v1.plugins.adapters import external_adapters
 from lmcache.v1.plugins.host import announces_verb
 from lmcache.v1.storage.eviction import EvictionPolicy, GuardedPolicy
 from lmcache.v1.storage.policies import BUILT_IN
@@ -35,6 +36,8 @@ class ServerPlugins:
     def __init__(self, host: PluginHost | None = None) -> None:
         self.host = PluginHost(wanted=lambda point: not announces_verb(point)) if host is None else host
         self._policies = self.host.collect("lmcache_eviction_policies", taken=BUILT_IN)
+        self.adapters = external_adapters(self.host)
+        """What makes the storage adapters that plugins offer, by type."""
         self._tasks: queue.Queue[_Task | None] = queue.Queue(_MAX_WAITING)
         self._thread = threading.Thread(target=self._run, name="lmcache-plugins", daemon=True)
         self._dropped = 0

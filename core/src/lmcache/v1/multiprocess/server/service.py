@@ -16,18 +16,26 @@ from typing import Any
 
 import lmcache
 from lmcache.logging import init_logger
-from lmcache.v1.keys import Namespace
+from lmcache.v1.keys import DIGEST_BYTES, Namespace
 from lmcache.v1.multiprocess.server import checks
-from lmcache.v1.multiprocess.server.checks import Refused
 from lmcache.v1.multiprocess.server.config import ServerConfig
-from lmcache.v1.multiprocess.server.devices import Devices, Later, device_columns, served_modes
+from lmcache.v1.multiprocess.server.devices import Devices, Later, served_modes
+from lmcache.v1.multiprocess.server.lookups import Lookups
 from lmcache.v1.multiprocess.server.metrics import Metrics
-from lmcache.v1.multiprocess.server.sessions import Engine, Session, Sessions
-from lmcache.v1.multiprocess.server.state import holdings, l1_state, public, session_state
+from lmcache.v1.multiprocess.server.peers import Peers
+from lmcache.v1.multiprocess.server.refused import Refused
+from lmcache.v1.multiprocess.server.sessions import Session, Sessions
+from lmcache.v1.multiprocess.server.state import accounts_state, l1_state, public, session_state
+from lmcache.v1.multiprocess.server.stores import Stores
+from lmcache.v1.multiprocess.server.tiers import tier_options
+from lmcache.v1.multiprocess.server.timers import Timers
+from lmcache.v1.multiprocess.server.tools import Tools
 from lmcache.v1.protocol import messages as m
 from lmcache.v1.storage.eviction import EvictionPolicy
 from lmcache.v1.storage.l1 import L1Cache
+from lmcache.v1.storage.l2.adapter import StorageAdapter
 from lmcache.v1.storage.shm_pool import PoolView
+from lmcache.v1.storage.tiers import TieredStore
 
 logger = init_logger(__name__)
 
@@ -43,7 +51,8 @@ def _tell_nobody(event: str, fields: Mapping[str, Any]) -> None:
 class Service:
     """State and handlers. ``handle`` is the one entry, under ``lock``, which ends of device copies take, too.
 
-    ``emit`` is told of sessions and registrations; it must return at once.
+    ``emit`` is told of sessions and registrations; it must return at once. ``adapters`` are the tiers below L1, which
+    belong to ``store`` from then on.
     """
 
     def __init__(
@@ -55,49 +64,69 @@ class Service:
         policy: EvictionPolicy | None = None,
         emit: Callable[[str, Mapping[str, Any]], None] = _tell_nobody,
         lock: threading.Lock | None = None,
+        adapters: Sequence[tuple[str, StorageAdapter]] = (),
     ) -> None:
         self.config = config
         self.epoch = secrets.token_hex(8)
         self.attach = attach
         self.metrics = metrics
         self.sessions = Sessions()
-        self.stopping = False
+        self._stopping = False
         self.started = time.time()
         self._view = view
         self._emit = emit
         watermark = None if config.eviction_policy == "noop" else config.eviction_trigger_watermark
         self.l1 = L1Cache(view, watermark, config.eviction_ratio, policy)
         self.modes = served_modes(config.supported_transfer_mode)
-        self.devices = Devices(view, self.l1, lock or threading.Lock(), metrics)
+        lock = lock or threading.Lock()
         self._version = lmcache.__version__
         self._known: dict[bytes, Namespace] = {}
-        """The namespaces registered last, for Query: objects outlive their engine."""
+        """The namespaces registered last, for tools: objects outlive their engine."""
+        self.store = TieredStore(
+            self.l1,
+            view,
+            adapters,
+            lock,
+            tier_options(config),
+            lambda key: self._known.get(key[:DIGEST_BYTES]),
+            emit,
+        )
+        self.devices = Devices(view, self.l1, lock, metrics, self.store.published)
+        self.lookups = Lookups(
+            self.store, lock, metrics, self.epoch, config.chunk_size, config.l2_prefetch_seconds
+        )
+        self._timers = Timers()
+        self._stores = Stores(
+            self.store, self.sessions, self.devices, self._timers, metrics, view, self.epoch
+        )
+        self.peers = Peers(
+            self.epoch, view, self.l1, lock, metrics, self.sessions, config.push_limit_bytes,
+            config.peer_transport != "frames", lambda: self._stopping, self.store.published,
+        )  # fmt: skip
+        self._tools = Tools(self.store, self.lookups, self._known, config.chunk_size)
         self._handlers: dict[type, Callable[..., Any]] = {
             m.Hello: self._hello,
             m.Bye: self._bye,
             m.Ping: self._ping,
-            m.Lookup: self._lookup,
-            m.Reserve: self._reserve,
-            m.Write: self._write,
-            m.Commit: self._commit,
-            m.Abort: self._abort,
             m.Read: self._read,
             m.Release: self._release,
             m.EndRequest: self._end_request,
-            m.Query: self._query,
             m.Status: self._status,
-            m.Clear: self._clear,
+            **self._stores.handlers,
+            **self._tools.handlers,
         }
         self._patient: dict[type, Callable[..., m.Reply | None]] = {
             m.Register: self._register,
-            m.DeviceStore: self._device_store,
+            m.Lookup: self._lookup,
             m.DeviceLoad: self._device_load,
             m.DeviceFence: self._device_fence,
+            **self._stores.patient,
+            **self._tools.patient,
         }
-        """What a device may have a part in: these answer at once, or give None and call ``later`` once."""
+        """What a device or a tier may have a part in: these answer at once, or give None and call ``later`` once."""
 
     def handle(
-        self, request: m.Request, payload: Sequence[memoryview], later: Later
+        self, request: m.Request, payload: Sequence[memoryview], later: Later, connection: bytes = b""
     ) -> tuple[m.Reply, Sequence[memoryview]] | None:
         """The reply to a request and its payload frames; a refusal or a fault of ours is an error reply.
 
@@ -105,12 +134,14 @@ class Service:
         """
         kind = type(request)
         try:
-            if kind in self._patient:
+            if kind in self.peers.handlers:
+                reply = self.peers.handle(request, payload, later, connection)
+            elif kind in self._patient:
                 reply = self._patient[kind](request, later)
-                if reply is None:
-                    return None
             else:
                 reply = self._handlers[kind](request, payload)
+            if reply is None:
+                return None
         except Refused as exc:
             self.metrics.errors.labels(exc.code).inc()
             return m.Error(code=exc.code, message=str(exc)), ()
@@ -121,6 +152,24 @@ class Service:
                 code="internal", message=f"{type(request).__name__}: {type(exc).__name__}: {exc}"
             ), ()
         return reply if isinstance(reply, tuple) else (reply, ())
+
+    # ---- time
+
+    @property
+    def next_deadline(self) -> float:
+        """When :meth:`expire` has something to do, or earlier; ``time.monotonic``."""
+        return min(self.lookups.next_deadline, self._timers.next_deadline)
+
+    def expire(self, now: float) -> None:
+        """Answer those who waited long enough for something. Called under the lock."""
+        self.lookups.expire(now)
+        self._timers.expire(now)
+
+    def stop(self) -> None:
+        """Grant nothing new from here on; who waits for tiers gets what there is. Called under the lock."""
+        self._stopping = self._stores.stopping = True
+        self.lookups.finish()
+        self._timers.expire(float("inf"))
 
     # ---- sessions
 
@@ -175,8 +224,8 @@ class Service:
         )
 
     def _register(self, msg: m.Register, later: Later) -> m.Reply | None:
-        session = self._session(msg.session)
-        engine = self._engine(session)
+        session = self.sessions.active(msg.session)
+        engine = self.sessions.engine_of(session)
         if session.role != "worker" or not msg.namespaces:
             raise Refused(
                 "bad_request",
@@ -224,11 +273,12 @@ class Service:
 
     # ---- loads
 
-    def _lookup(self, msg: m.Lookup, _: object) -> m.Reply:
-        session = self._session(msg.session)
-        engine = self._engine(session)
-        if self.stopping:
+    def _lookup(self, msg: m.Lookup, later: Later) -> m.Reply | None:
+        session = self.sessions.active(msg.session)
+        engine = self.sessions.engine_of(session)
+        if self._stopping:
             return m.Found(epoch=self.epoch, chunks=0)
+        checks.check_account(msg.account)
         if self.l1.is_used_up(session.engine, msg.lease):  # maybe the request ended before this arrived
             raise Refused("lease_gone", f"lease {msg.lease}: given back before, or in use; take a new id")
         chain = session.hashes.get(msg.request, [])
@@ -238,27 +288,12 @@ class Service:
             )
         if msg.start < 0:
             raise Refused("bad_request", f"lookup from chunk {msg.start}: expected 0 or more")
-        chain[msg.known :] = self._hashes(msg.hashes)
+        chain[msg.known :] = checks.digests(msg.hashes)
         session.hashes[msg.request] = chain
-        self.metrics.lookups.inc()
-        self.metrics.lookup_tokens.inc(max(0, len(chain) - msg.start) * self.config.chunk_size)
-        if not engine.complete:
-            return m.Found(epoch=self.epoch, chunks=0)
-        columns = engine.columns(chain[msg.start :])
-        chunks = self.l1.prefix_length(zip(*(c for mine in columns.values() for c in mine), strict=True))
-        if not chunks:
-            return m.Found(epoch=self.epoch, chunks=0)
-        hit = {rank: [column[:chunks] for column in mine] for rank, mine in columns.items()}
-        held = self.l1.pin(session.engine, msg.lease, session.id, msg.request, hit)
-        self.metrics.hit_tokens.inc(chunks * self.config.chunk_size)
-        slots = [
-            [[word for entry in column for word in (entry.offset, entry.generation)] for column in held[rank]]
-            for rank in range(engine.ranks)
-        ]
-        return m.Found(epoch=self.epoch, chunks=chunks, slots=slots)
+        return self.lookups.lookup(session, engine, msg, chain[msg.start :], later)
 
     def _read(self, msg: m.Read, _: object) -> tuple[m.Reply, Sequence[memoryview]]:
-        session = self._session(msg.session)
+        session = self.sessions.active(msg.session)
         share = self.l1.read_share(session.engine, msg.lease, session.rank)
         if not 0 <= msg.index < len(share):
             raise Refused(
@@ -280,15 +315,19 @@ class Service:
         return m.Ok(), (self._view.data[start : start + msg.length],)
 
     def _release(self, msg: m.Release, _: object) -> m.Reply:
-        session = self._session(msg.session)
+        session = self.sessions.active(msg.session)
+        of_worker = session.role == "worker"
         for lease in msg.leases:
-            self.l1.release(session.engine, lease, session.rank if session.role == "worker" else None)
+            if not of_worker:
+                self.lookups.release(session.engine, lease)
+            self.l1.release(session.engine, lease, session.rank if of_worker else None)
         return m.Ok()
 
     def _end_request(self, msg: m.EndRequest, _: object) -> m.Reply:
-        session = self._session(msg.session)
-        engine = self._engine(session)
+        session = self.sessions.active(msg.session)
+        engine = self.sessions.engine_of(session)
         for request in msg.requests:
+            self.lookups.drop(session.engine, request)
             # It was stored in parts, first chunks first, and maybe looked up in part: now its prefix is one
             # again.
             columns = engine.columns(session.hashes.pop(request, []))
@@ -297,7 +336,7 @@ class Service:
         return m.Ok()
 
     def _device_load(self, msg: m.DeviceLoad, later: Later) -> m.Reply | None:
-        session, namespaces = self._device_worker(msg.session)
+        session, namespaces = self._stores.device_worker(msg.session)
         share = self.l1.read_share(session.engine, msg.lease, session.rank)
         if not share:
             raise Refused("lease_gone", f"lease {msg.lease}: rank {session.rank} holds nothing under it")
@@ -317,109 +356,7 @@ class Service:
             self.l1.release(session.engine, msg.lease, session.rank)
         return self.devices.fence(msg.session, later)
 
-    def _device_worker(self, ident: str) -> tuple[Session, list[tuple[bytes, Namespace]]]:
-        session = self._session(ident)
-        if session.id not in self.devices:
-            raise Refused("unregistered", f"rank {session.rank} exported no device memory; register it first")
-        return session, self._engine(session).namespaces[session.rank]
-
-    # ---- stores
-
-    def _device_store(self, msg: m.DeviceStore, later: Later) -> m.Reply | None:
-        session, namespaces = self._device_worker(msg.session)
-        if self.stopping:
-            raise Refused("stopping", "the server is stopping and takes nothing new")
-        hashes = [self._hashes(joined) for joined in msg.hashes]
-        if len(hashes) != len(namespaces):
-            raise Refused("bad_request", f"{len(hashes)} KV groups: registered are {len(namespaces)}")
-        checks.check_blocks(namespaces, [len(mine) for mine in hashes], msg.blocks)
-        columns = device_columns(namespaces, hashes)
-        try:
-            return self.devices.store(
-                session.id, msg, columns, [ns.blocks_per_chunk for _, ns in namespaces], later
-            )
-        except KeyError:
-            raise Refused(
-                "lease_gone", f"lease {msg.lease}: given back before, or in use; take a new id"
-            ) from None
-
-    def _reserve(self, msg: m.Reserve, _: object) -> m.Reply:
-        session = self._session(msg.session)
-        if self.stopping:
-            raise Refused("stopping", "the server is stopping and takes nothing new")
-        namespaces = self._engine(session).namespaces.get(session.rank)
-        if namespaces is None or len(namespaces) != len(msg.hashes):
-            have = "none" if namespaces is None else str(len(namespaces))
-            raise Refused(
-                "unregistered",
-                f"reserve for {len(msg.hashes)} KV groups: rank {session.rank} registered {have}",
-            )
-        columns = device_columns(namespaces, [self._hashes(joined) for joined in msg.hashes])
-        try:
-            slots = self.l1.reserve(session.id, msg.lease, columns, session.mapped)
-        except KeyError:
-            raise Refused(
-                "lease_gone", f"lease {msg.lease}: given back before, or in use; take a new id"
-            ) from None
-        return m.Reserved(
-            epoch=self.epoch, slots=[[word for slot in column for word in slot] for column in slots]
-        )
-
-    def _write(self, msg: m.Write, payload: Sequence[memoryview]) -> m.Reply:
-        session = self._session(msg.session)
-        items = self._owned(session, msg.lease)
-        if not 0 <= msg.index < len(items) or len(payload) != 1:
-            raise Refused(
-                "bad_request",
-                f"write to reservation {msg.index} with {len(payload)} payload frames:"
-                f" the lease holds {len(items)}",
-            )
-        item, data = items[msg.index], payload[0]
-        if msg.offset < 0 or msg.offset + len(data) > item.size:
-            raise Refused(
-                "bad_request", f"write of {len(data)} bytes at {msg.offset}: the reservation has {item.size}"
-            )
-        start = item.offset + msg.offset
-        self._view.data[start : start + len(data)] = data
-        item.written += len(data)
-        self.metrics.written_bytes.inc(len(data))
-        return m.Ok()
-
-    def _commit(self, msg: m.Commit, _: object) -> m.Reply:
-        session = self._session(msg.session)
-        of_device = self.devices.commit(session.id, msg.lease)
-        if of_device is not None:
-            return of_device
-        items = self._owned(session, msg.lease)
-        if not session.mapped:  # then every byte has come through here, or is somebody else's of before
-            short = [i for i in set(msg.indexes) if 0 <= i < len(items) and items[i].written < items[i].size]
-            if short:
-                raise Refused(
-                    "bad_request", f"commit of {len(short)} reservations that were not written in full"
-                )
-        try:
-            count = self.l1.commit(session.id, msg.lease, msg.indexes)
-        except IndexError as exc:
-            raise Refused("bad_request", str(exc)) from None
-        self.metrics.stored_objects.inc(count)
-        return m.Ok(count=count)
-
-    def _abort(self, msg: m.Abort, _: object) -> m.Reply:
-        session = self._session(msg.session)
-        for lease in msg.leases:
-            self.l1.abort(session.id, lease)
-            if session.id in self.devices:
-                self.devices.abort(session.id, lease)
-        return m.Ok()
-
     # ---- tools
-
-    def _query(self, msg: m.Query, _: object) -> m.Reply:
-        rows = holdings(self.l1, self._known, self._hashes(msg.hashes))
-        return m.Holdings(chunk_size=self.config.chunk_size, rows=rows)
-
-    def _clear(self, msg: m.Clear, _: object) -> m.Reply:
-        return m.Ok(count=self.l1.clear())
 
     def _status(self, msg: m.Status, _: object) -> m.Reply:
         return m.State(fields=self.status())
@@ -437,6 +374,9 @@ class Service:
             "transfer_modes": self.modes,
             "shared_memory": self.attach is not None,
             "l1": l1_state(self.l1, self.config.eviction_policy),
+            "peers": self.peers.state(),
+            "l2": self.store.status(),
+            "accounts": accounts_state(self.l1),
             "requests": sum(len(session.hashes) for session in sessions),
             "sessions": [session_state(session, self._path(session)) for session in sessions],
         }
@@ -446,13 +386,14 @@ class Service:
     def drop_session(self, ident: str, dead: bool) -> None:
         """Close a session and take back what it owns; ``dead``: its process is known to be gone."""
         session = self.sessions.by_id.get(ident)
-        if session is None:
+        if session is None or self.peers.drop(ident, dead):
             return
         if not dead and session.mapped:
             # It may only be stopped: its mapped writes stay its own until its process ends (see WriteLease).
             self.l1.drop_session(ident, dead=False)
             return
         self.sessions.close(ident)
+        self.lookups.drop(session.engine, session=ident)
         self.devices.drop(ident)
         self.l1.drop_session(ident, dead=True)
         if session.role == "worker":
@@ -469,31 +410,3 @@ class Service:
         if session.id in self.devices:
             return "device"
         return "shared_memory" if session.mapped else "frames"
-
-    def _session(self, ident: str) -> Session:
-        session = self.sessions.by_id.get(ident)
-        if session is None:
-            raise Refused(
-                "unknown_session",
-                "session unknown: the server was restarted or the session expired; say hello again",
-            )
-        session.seen = time.monotonic()
-        return session
-
-    def _engine(self, session: Session) -> Engine:
-        engine = self.sessions.engines.get(session.engine)
-        if engine is None:
-            raise Refused("bad_request", "session belongs to no engine; say hello with an engine id")
-        return engine
-
-    def _owned(self, session: Session, lease: int) -> list[Any]:
-        try:
-            return self.l1.reserved(session.id, lease)
-        except KeyError:
-            raise Refused("lease_gone", f"write lease {lease}: not held (any more)") from None
-
-    def _hashes(self, joined: bytes) -> list[bytes]:
-        try:
-            return m.split_hashes(joined)
-        except ValueError as exc:
-            raise Refused("bad_request", str(exc)) from None

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lmcache.v1.keys import Namespace, object_key
+from lmcache.v1.multiprocess.server.refused import Refused
 from lmcache.v1.protocol.messages import Role
 
 
@@ -72,6 +73,32 @@ class Sessions:
         if engine and engine not in self.engines:
             self.engines[engine] = Engine(ranks)
         return session
+
+    def active(self, ident: str) -> Session:
+        """An open session, which is heard of now.
+
+        Raises:
+            Refused: if there is none.
+        """
+        session = self.by_id.get(ident)
+        if session is None:
+            raise Refused(
+                "unknown_session",
+                "session unknown: the server was restarted or the session expired; say hello again",
+            )
+        session.seen = time.monotonic()
+        return session
+
+    def engine_of(self, session: Session) -> Engine:
+        """The engine that a session belongs to.
+
+        Raises:
+            Refused: if it belongs to none.
+        """
+        engine = self.engines.get(session.engine)
+        if engine is None:
+            raise Refused("bad_request", "session belongs to no engine; say hello with an engine id")
+        return engine
 
     def close(self, ident: str) -> Session | None:
         """Forget a session, and with its last one the engine."""

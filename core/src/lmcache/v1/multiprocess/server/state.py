@@ -10,18 +10,42 @@ from lmcache.v1.keys import Namespace, object_key
 from lmcache.v1.multiprocess.server.sessions import Session
 from lmcache.v1.protocol import messages as m
 from lmcache.v1.storage.l1 import L1Cache
+from lmcache.v1.storage.tiers import TieredStore
 
 
-def holdings(l1: L1Cache, known: Mapping[bytes, Namespace], chain: Sequence[bytes]) -> list[m.Holding]:
-    """How much of a chain of chunks is stored, per namespace."""
+def holdings(store: TieredStore, known: Mapping[bytes, Namespace], chain: Sequence[bytes]) -> list[m.Holding]:
+    """How much of a chain of chunks is stored, per namespace and tier. A shared tier, which would have to be asked,
+    has no row."""
+    rows = []
+    for digest, ns in known.items():
+        keys = [object_key(digest, chunk) for chunk in chain]
+        held = {"L1": store.l1.prefix_length([key] for key in keys)}
+        for tier in store.names:
+            answers = [store.known(tier, key) for key in keys]
+            if None not in answers:
+                held[tier] = (*answers, False).index(False)
+        rows += [
+            m.Holding(
+                model=ns.model, revision=ns.revision, dtype=ns.dtype, group=ns.group, groups=ns.groups,
+                tp_rank=ns.tp_rank, tp_size=ns.tp_size, pp_rank=ns.pp_rank, pp_size=ns.pp_size,
+                chunks=chunks, tier=tier,
+            )
+            for tier, chunks in held.items()
+        ]  # fmt: skip
+    return rows
+
+
+def accounts_state(l1: L1Cache) -> list[dict[str, object]]:
+    """What each account uses of L1, and its limit."""
     return [
-        m.Holding(
-            model=ns.model, revision=ns.revision, dtype=ns.dtype, group=ns.group, groups=ns.groups,
-            tp_rank=ns.tp_rank, tp_size=ns.tp_size, pp_rank=ns.pp_rank, pp_size=ns.pp_size,
-            chunks=l1.prefix_length([object_key(digest, chunk)] for chunk in chain), tier="L1",
-        )
-        for digest, ns in known.items()
-    ]  # fmt: skip
+        {
+            "account": name,
+            "used_bytes": use.used_bytes,
+            "objects": use.objects,
+            "limit_bytes": use.quota_bytes,
+        }
+        for name, use in l1.usage_by_account().items()
+    ]
 
 
 def l1_state(l1: L1Cache, policy: str) -> dict[str, object]:

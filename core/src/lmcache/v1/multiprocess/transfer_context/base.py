@@ -28,11 +28,15 @@ class PagesUnsafe(LMCacheError):
 
 @dataclass(slots=True)
 class StoreItem:
-    """Chunks to store. ``blocks[group]`` are the engine's block ids for all of them, in order."""
+    """Chunks to store. ``blocks[group]`` are the engine's block ids for all of them, in order.
+
+    ``account`` is whose quota they count against (:func:`lmcache.v1.keys.account_id`).
+    """
 
     chunk_size: int
     hashes: list[bytes]
     blocks: list[list[int]]
+    account: str = ""
 
 
 @dataclass(slots=True)
@@ -120,6 +124,16 @@ class TransferContext(ABC):
         return self._bound.groups
 
     @property
+    def bound(self) -> Binding:
+        """What moves bytes now. Whoever moves some in several calls keeps to what he began with."""
+        return self._bound
+
+    @property
+    def stores(self) -> bool:
+        """Whether this rank stores at all."""
+        return self._stores
+
+    @property
     @abstractmethod
     def path(self) -> str:
         """How payload travels; "down" while there is no session."""
@@ -130,7 +144,15 @@ class TransferContext(ABC):
         Returns:
             Number of objects (chunk x group) published. Never raises for what the server or the network does.
         """
-        if not self._stores or not items or not self.client.up:
+        if not self._stores:
+            return 0
+        accounts = dict.fromkeys(item.account for item in items)
+        return sum(self._store_for(a, [i for i in items if i.account == a], pages) for a in accounts)
+
+    def _store_for(
+        self, account: str, items: Sequence[StoreItem], pages: Sequence[KVGroupPages] | None
+    ) -> int:
+        if not self.client.up:
             return 0
         bound = self._bound
         wanted = wanted_chunks(bound.groups, items)
@@ -138,7 +160,7 @@ class TransferContext(ABC):
             return 0
         lease = self.client.new_lease()
         try:
-            return self._store(bound, placed(bound.groups, pages), wanted, lease)
+            return self._store(bound, placed(bound.groups, pages), wanted, lease, account)
         except (LMCacheError, ValueError) as exc:
             self.counters.dropped_stores += sum(len(w) for w in wanted)
             warn_once(logger, f"store:{type(exc).__name__}", "store dropped: %s", exc)
@@ -174,8 +196,9 @@ class TransferContext(ABC):
 
     @abstractmethod
     def _store(
-        self, bound: Binding, groups: Sequence[KVGroupPages], wanted: list[dict[bytes, list[int]]], lease: int
-    ) -> int:
+        self, bound: Binding, groups: Sequence[KVGroupPages], wanted: list[dict[bytes, list[int]]], lease: int,
+        account: str,
+    ) -> int:  # fmt: skip
         """Store ``wanted[group]``, chunk digest to block ids, under ``lease``; how many objects."""
 
     @abstractmethod

@@ -14,6 +14,7 @@ from typing import ClassVar
 from lmcache.errors import LMCacheError
 from lmcache.v1.keys import Namespace
 from lmcache.v1.multiprocess.client import CacheClient
+from lmcache.v1.multiprocess.pool_pins import lock_mapping
 from lmcache.v1.multiprocess.transfer_context.base import Binding, LoadItem, TransferContext, check_chunks
 from lmcache.v1.multiprocess.transfer_context.pages import ChunkCopy, KVGroupPages, Span, copy_pages
 from lmcache.v1.platform.base.device_spec import MPTransferMode
@@ -39,40 +40,76 @@ class EngineDrivenTransferContext(TransferContext):
         return "shared_memory" if self._bound.pool is not None else "frames"
 
     def _announce(self, client: CacheClient, namespaces: list[Namespace]) -> None:
-        mapped = client.attachment is not None and client.attachment.pool is not None
-        client.register(m.Register(session=client.session, namespaces=namespaces, mapped=mapped))
+        pool = client.attachment.pool if client.attachment is not None else None
+        client.register(m.Register(session=client.session, namespaces=namespaces, mapped=pool is not None))
+        if pool is not None:
+            self._lock_pages(pool)
+
+    def _lock_pages(self, pool: PoolView) -> None:
+        """For the device that the pages lie on. A mapping of a server that is gone is unlocked with its last user."""
+        tensors = [tensor for group in self.groups for tensor in group.tensors[:1]]
+        if tensors:
+            lock_mapping(pool, tensors[0].device)
 
     def _store(
-        self, bound: Binding, groups: Sequence[KVGroupPages], wanted: list[dict[bytes, list[int]]], lease: int
-    ) -> int:
+        self, bound: Binding, groups: Sequence[KVGroupPages], wanted: list[dict[bytes, list[int]]], lease: int,
+        account: str,
+    ) -> int:  # fmt: skip
         session, pool = bound.session, bound.pool
-        request = m.Reserve(session=session, lease=lease, hashes=[b"".join(w) for w in wanted])
+        granted = self.reserve(bound, groups, wanted, lease, account)
+        index = 0
+        for group, chunks in zip(groups, granted, strict=True):
+            if pool is None:
+                self._write_frames(session, group, lease, index, [spans for _, spans in chunks])
+            else:
+                copy_pages(group, "store", pool_copies(pool, group, chunks))
+            index += len(chunks)
+        return self.commit(bound, groups, granted, lease)
+
+    def reserve(
+        self, bound: Binding, groups: Sequence[KVGroupPages], wanted: list[dict[bytes, list[int]]], lease: int,
+        account: str,
+    ) -> list[list[tuple[int, list[Span]]]]:  # fmt: skip
+        """Ask for room for ``wanted[group]``, chunk digest to block ids; per group, offset and spans of those that
+        got some.
+
+        Raises:
+            LMCacheError: If the server gives none, or does not answer.
+        """
+        hashes = [b"".join(w) for w in wanted]
+        request = m.Reserve(session=bound.session, lease=lease, hashes=hashes, account=account)
         reply = expect(m.Reserved, self.client.call(request)[0])
         if [len(slots) for slots in reply.slots] != [2 * len(w) for w in wanted]:
             want = [len(w) for w in wanted]
             raise LMCacheError(f"reserve: expected slots of {want} chunks, the server answers {reply.slots}")
-        index = nbytes = 0
-        for group, chunks, slots in zip(groups, wanted, reply.slots, strict=True):
-            offsets = slots[::2]
-            granted = [
+        return [
+            [
                 (offset, group.spans(blocks))
-                for offset, blocks in zip(offsets, chunks.values(), strict=True)
+                for offset, blocks in zip(slots[::2], chunks.values(), strict=True)
                 if offset >= 0
             ]
-            if pool is None:
-                self._write_frames(session, group, lease, index, [spans for _, spans in granted])
-            else:
-                copies = [ChunkCopy(*_at(pool, offset, group), spans) for offset, spans in granted]
-                copy_pages(group, "store", copies)
-            index += len(granted)
-            nbytes += len(granted) * group.namespace.object_bytes
-        if not index:
-            self.client.post(m.Abort(session=session, leases=[lease]))
+            for group, chunks, slots in zip(groups, wanted, reply.slots, strict=True)
+        ]
+
+    def commit(
+        self, bound: Binding, groups: Sequence[KVGroupPages], granted: list[list[tuple[int, list[Span]]]],
+        lease: int,
+    ) -> int:  # fmt: skip
+        """Publish what was written to all that was granted; how many objects.
+
+        Raises:
+            LMCacheError: If the server refuses, or does not answer.
+        """
+        count = sum(map(len, granted))
+        if not count:
+            self.client.post(m.Abort(session=bound.session, leases=[lease]))
             return 0
-        commit = m.Commit(session=session, lease=lease, indexes=list(range(index)))
+        commit = m.Commit(session=bound.session, lease=lease, indexes=list(range(count)))
         done = expect(m.Ok, self.client.call(commit)[0])
         self.counters.stored_chunks += done.count
-        self.counters.stored_bytes += nbytes
+        self.counters.stored_bytes += sum(
+            len(chunks) * group.namespace.object_bytes for group, chunks in zip(groups, granted, strict=True)
+        )
         return done.count
 
     def _write_frames(
@@ -95,13 +132,7 @@ class EngineDrivenTransferContext(TransferContext):
         pool = bound.pool
         first = 0
         for group, blocks, slots, skip in zip(groups, item.blocks, item.slots, item.skip_blocks, strict=True):
-            per_chunk = group.namespace.blocks_per_chunk
-            wanted: list[tuple[int, list[Span]]] = []
-            for i in range(check_chunks(group, blocks, slots)):
-                skipped = min(per_chunk, max(0, skip - i * per_chunk))
-                spans = group.spans(blocks[i * per_chunk : (i + 1) * per_chunk], skipped)
-                if spans:
-                    wanted.append((i, spans))
+            wanted = wanted_spans(group, blocks, slots, skip)
             if pool is None:
                 chunks = [(first + i, spans) for i, spans in wanted]
                 self._read_frames(bound.session, group, item.lease, chunks)
@@ -133,22 +164,59 @@ class EngineDrivenTransferContext(TransferContext):
             copy_pages(group, "load", [ChunkCopy(address, view, spans)])
 
 
-def _at(pool: PoolView, offset: int, group: KVGroupPages) -> tuple[int, memoryview]:
+def wanted_spans(
+    group: KVGroupPages, blocks: Sequence[int], slots: Sequence[int], skip: int
+) -> list[tuple[int, list[Span]]]:
+    """What a load copies of each chunk, by its number; a chunk of which the engine holds all is left out.
+
+    Raises:
+        LMCacheError, ValueError: If blocks and slots do not fit together.
+    """
+    per_chunk = group.namespace.blocks_per_chunk
+    wanted = []
+    for i in range(check_chunks(group, blocks, slots)):
+        skipped = min(per_chunk, max(0, skip - i * per_chunk))
+        spans = group.spans(blocks[i * per_chunk : (i + 1) * per_chunk], skipped)
+        if spans:
+            wanted.append((i, spans))
+    return wanted
+
+
+def pool_copies(
+    pool: PoolView, group: KVGroupPages, chunks: Sequence[tuple[int, list[Span]]]
+) -> list[ChunkCopy]:
+    """Copies between the pages of spans and the pool, by offset in it.
+
+    Raises:
+        LMCacheError: If one is outside the pool.
+    """
     size = group.namespace.object_bytes
-    if offset < 0 or offset + size > pool.data_bytes:
-        raise LMCacheError(f"slot at {offset} with {size} bytes: outside the pool of {pool.data_bytes}")
-    return pool.address + offset, pool.data[offset : offset + size]
+    for offset, _ in chunks:
+        if offset < 0 or offset + size > pool.data_bytes:
+            raise LMCacheError(f"slot at {offset} with {size} bytes: outside the pool of {pool.data_bytes}")
+    return [
+        ChunkCopy(pool.address + offset, pool.data[offset : offset + size], spans) for offset, spans in chunks
+    ]
+
+
+def check_generations(pool: PoolView, chunks: Sequence[tuple[int, int]]) -> None:
+    """Fail unless the pool holds, at each offset, the object of that generation.
+
+    Raises:
+        LMCacheError: If it does not.
+    """
+    for offset, generation in chunks:
+        if pool.generation(offset) != generation:
+            raise LMCacheError("the server took the object back (its lease ended)")
 
 
 def _copy_checked(pool: PoolView, group: KVGroupPages, chunks: list[tuple[int, int, list[Span]]]) -> None:
     """Load ``(offset, generation, spans)`` from the pool; fails unless the bytes were the object's throughout."""
-    copies = [ChunkCopy(*_at(pool, offset, group), spans) for offset, _, spans in chunks]
-    for copied in (False, True):
-        if copied:
-            copy_pages(group, "load", copies)
-        for offset, generation, _ in chunks:
-            if pool.generation(offset) != generation:
-                raise LMCacheError("the server took the object back (its lease ended)")
+    copies = pool_copies(pool, group, [(offset, spans) for offset, _, spans in chunks])
+    marks = [(offset, generation) for offset, generation, _ in chunks]
+    check_generations(pool, marks)
+    copy_pages(group, "load", copies)
+    check_generations(pool, marks)
 
 
 def _buffer(size: int) -> tuple[int, memoryview]:

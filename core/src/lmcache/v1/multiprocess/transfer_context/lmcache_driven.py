@@ -114,8 +114,9 @@ class LMCacheDrivenTransferContext(TransferContext):
     # ---- store
 
     def _store(
-        self, bound: Binding, groups: Sequence[KVGroupPages], wanted: list[dict[bytes, list[int]]], lease: int
-    ) -> int:
+        self, bound: Binding, groups: Sequence[KVGroupPages], wanted: list[dict[bytes, list[int]]], lease: int,
+        account: str,
+    ) -> int:  # fmt: skip
         self._check_place(bound, groups)
         nbytes = sum(len(w) * g.namespace.object_bytes for w, g in zip(wanted, groups, strict=True))
         request = m.DeviceStore(
@@ -124,6 +125,7 @@ class LMCacheDrivenTransferContext(TransferContext):
             hashes=[b"".join(mine) for mine in wanted],
             blocks=[[block for blocks in mine.values() for block in blocks] for mine in wanted],
             event=self._recorded(),
+            account=account,
         )
         moved = expect(m.Moved, self.client.call(request, nbytes)[0])
         if not moved.count:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from lmcache.v1.keys import Namespace
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 Direction = Literal["store", "load"]
+_ALL = slice(None)
 
 
 class Span(NamedTuple):
@@ -78,32 +80,47 @@ class KVGroupPages:
         return spans
 
 
-def copy_pages(group: KVGroupPages, direction: Direction, chunks: Sequence[ChunkCopy]) -> None:
-    """Copy between the engine's pages and chunks in host memory; the bytes are in place on return."""
+def copy_pages(
+    group: KVGroupPages, direction: Direction, chunks: Sequence[ChunkCopy], layers: slice = _ALL
+) -> None:
+    """Copy between the engine's pages and chunks in host memory; the bytes are in place on return.
+
+    ``layers`` are those of the group to copy.
+    """
     if group.device == "cpu":
-        _copy_host(group, direction, chunks)
+        _copy_host(group, direction, chunks, layers)
     else:
-        _copy_device(group, direction, chunks)
+        _copy_device(group, direction, chunks, layers)
 
 
-def _copy_host(group: KVGroupPages, direction: Direction, chunks: Sequence[ChunkCopy]) -> None:
+def _places(group: KVGroupPages, layers: slice) -> list[tuple[int, int]]:
+    """For each layer, where it begins in a chunk and the size of its pages, both in bytes."""
+    sizes = group.namespace.page_bytes
+    per_chunk = group.namespace.blocks_per_chunk
+    begins = accumulate((size * per_chunk for size in sizes), initial=0)
+    return list(zip(begins, sizes, strict=False))[layers]
+
+
+def _copy_host(group: KVGroupPages, direction: Direction, chunks: Sequence[ChunkCopy], layers: slice) -> None:
     flat = [(address, *span) for address, _, spans in chunks for span in spans]
     pages: list[int] = []
     host: list[int] = []
     sizes: list[int] = []
-    base = 0
-    for page, start, stride in zip(group.namespace.page_bytes, group.addresses, group.strides, strict=True):
+    for (base, page), start, stride in zip(
+        _places(group, layers), group.addresses[layers], group.strides[layers], strict=True
+    ):
         pages += [start + block * stride for _, _, block, _ in flat]
         host += [address + base + index * page for address, index, _, _ in flat]
         sizes += [count * page for _, _, _, count in flat]
-        base += page * group.namespace.blocks_per_chunk
     if direction == "store":
         copy_runs(host, pages, sizes)
     else:
         copy_runs(pages, host, sizes)
 
 
-def _copy_device(group: KVGroupPages, direction: Direction, chunks: Sequence[ChunkCopy]) -> None:
+def _copy_device(
+    group: KVGroupPages, direction: Direction, chunks: Sequence[ChunkCopy], wanted: slice
+) -> None:
     """By the vendor's own mover, or by torch copies on the current stream and a wait for that stream."""
     import torch
 
@@ -113,13 +130,14 @@ def _copy_device(group: KVGroupPages, direction: Direction, chunks: Sequence[Chu
     mover = spec.page_mover if spec is not None else None
     if mover is not None:
         ids = [block + step for _, _, spans in chunks for _, block, count in spans for step in range(count)]
-        mover(_element_pages(group), ids, _host_pages(group, chunks), direction == "store")
+        host_pages = _host_pages(group, chunks, wanted)
+        mover(_element_pages(group)[wanted], ids, host_pages, direction == "store")
         return
 
-    layers: list[Any] = [pages[:, 0] for pages in byte_pages(group)]
+    layers: list[Any] = [pages[:, 0] for pages in byte_pages(group)][wanted]
     for _, view, spans in chunks:
-        host, base = torch.frombuffer(view, dtype=torch.uint8), 0
-        for pages, size in zip(layers, group.namespace.page_bytes, strict=True):
+        host = torch.frombuffer(view, dtype=torch.uint8)
+        for pages, (base, size) in zip(layers, _places(group, wanted), strict=True):
             for index, block, count in spans:
                 page = pages[block : block + count]
                 chunk = host[base + index * size : base + (index + count) * size].view(count, -1)
@@ -127,11 +145,10 @@ def _copy_device(group: KVGroupPages, direction: Direction, chunks: Sequence[Chu
                     chunk.copy_(page)
                 else:
                     page.copy_(chunk)
-            base += size * group.namespace.blocks_per_chunk
     synchronize_current_stream(group.device)
 
 
-def _host_pages(group: KVGroupPages, chunks: Sequence[ChunkCopy]) -> list[list[int]]:
+def _host_pages(group: KVGroupPages, chunks: Sequence[ChunkCopy], layers: slice) -> list[list[int]]:
     """Per layer, where the page of each block of the spans lies in host memory."""
     places = [
         (chunk.address, place + step)
@@ -139,11 +156,9 @@ def _host_pages(group: KVGroupPages, chunks: Sequence[ChunkCopy]) -> list[list[i
         for place, _, count in chunk.spans
         for step in range(count)
     ]
-    found, base = [], 0
-    for size in group.namespace.page_bytes:
-        found.append([address + base + place * size for address, place in places])
-        base += size * group.namespace.blocks_per_chunk
-    return found
+    return [
+        [address + base + place * size for address, place in places] for base, size in _places(group, layers)
+    ]
 
 
 def _element_pages(group: KVGroupPages) -> list[torch.Tensor]:
