@@ -10,18 +10,23 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from helpers.held_tier import HeldTier
 from helpers.local import LocalServer
 from helpers.mini_engine import FakeRequest, MiniEngine
+from helpers.server import wait_for
 
 CHUNK = 8
 PREFIXES = (0, 1000)
 
 
 class EngineHistory(RuleBasedStateMachine):
+    def make_server(self, pages: int) -> LocalServer:
+        return LocalServer(pages=pages, chunk_size=CHUNK)
+
     @initialize(
         pages=st.sampled_from([256, 40]),
         blocks=st.sampled_from([(4,), (4, 2)]),
@@ -41,7 +46,7 @@ class EngineHistory(RuleBasedStateMachine):
         lag: int,
         save_decode: bool,
     ) -> None:
-        self.server = LocalServer(pages=pages, chunk_size=CHUNK)
+        self.server = self.make_server(pages)
         self.engine = MiniEngine(
             self.server,
             block_sizes=blocks,
@@ -51,6 +56,7 @@ class EngineHistory(RuleBasedStateMachine):
             lag=lag,
             save_decode=save_decode,
             num_blocks=600,
+            prefetch_timeout=0.05,
         )
         self.ids = itertools.count()
         for prefix in PREFIXES:
@@ -115,7 +121,7 @@ class EngineHistory(RuleBasedStateMachine):
     def fault(self, how: str) -> Callable[[], object]:
         return {
             "take back": self.server.take_back,
-            "evict": self.server.service.l1.clear,
+            "evict": self.server.clear,
             "restart": self.server.start,
             "stop": self.stop_or_continue,
         }[how]
@@ -140,14 +146,63 @@ class EngineHistory(RuleBasedStateMachine):
         self.engine.heartbeat()
         self.engine.run(3000)
         self.engine.check_store()
-        assert self.server.left_over() == {}
+        self.check_nothing_left()
         assert self.engine.side.tracked_requests == 0
-        self.server.service.l1.clear()
+        self.server.clear()
         for name, cached in (("cold", 0), ("warm", 24)):
             request = self.engine.add(FakeRequest(name, list(range(50_000, 50_025))))
             self.engine.run(3000)
             assert request.cached == cached, "the cache is as good as new"
+        self.server.close()
+
+    def check_nothing_left(self) -> None:
+        assert self.server.left_over() == {}
+
+
+class TieredHistory(EngineHistory):
+    """The same over a tier that outlives servers, and that stops, fails and comes back."""
+
+    def make_server(self, pages: int) -> LocalServer:
+        objects: dict[bytes, tuple[bytes, bytes]] = {}
+        self.tiers: list[HeldTier] = []
+
+        def adapters() -> list[tuple[str, HeldTier]]:
+            self.tiers.append(HeldTier(objects))
+            return [("memory", self.tiers[-1])]
+
+        limits = {"l2_load_seconds": 0.2, "l2_store_seconds": 0.2, "l2_prefetch_seconds": 0.3}
+        return LocalServer(pages=pages, chunk_size=CHUNK, adapters=adapters, **limits)
+
+    @rule(what=st.sampled_from(["reads", "writes", "fails"]))
+    def the_tier_stops_or_goes_on(self, what: str) -> None:
+        tier = self.tiers[-1]
+        if what == "fails":
+            tier.failing = not tier.failing
+        else:
+            gate = getattr(tier, what)
+            (gate.clear if gate.is_set() else gate.set)()
+
+    @rule()
+    def all_is_written(self) -> None:
+        self.server.service.store.flush(0.05)
+
+    def teardown(self) -> None:
+        for tier in self.tiers:
+            tier.failing = False
+            tier.reads.set()
+            tier.writes.set()
+        super().teardown()
+
+    def check_nothing_left(self) -> None:
+        wait_for(lambda: self.server.left_over() == {}, 10, "all is given back")
 
 
 TestEngineHistory = EngineHistory.TestCase
+TestTieredHistory = TieredHistory.TestCase
+TestTieredHistory.settings = settings(
+    max_examples=40,
+    stateful_step_count=30,
+    report_multiple_bugs=False,
+    phases=(Phase.explicit, Phase.reuse, Phase.generate),
+)
 TestEngineHistory.settings = settings(max_examples=80, stateful_step_count=30, report_multiple_bugs=False)
