@@ -148,6 +148,20 @@ def connector(port: int, policy: str = "recompute", **extra: Any) -> dict[str, A
     }
 
 
+def inproc(engine_id: str, *, by_path: bool = False, **extra: Any) -> dict[str, Any]:
+    """A kv_transfer_config for a cache inside the engine, by the connector's bare name or by its module's path."""
+    transfer = {
+        "kv_connector": "LMCacheConnectorV1Dynamic" if by_path else "LMCacheConnectorV1",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "engine_id": engine_id,
+        "kv_connector_extra_config": {"max_local_cpu_size": 0.25, **extra},
+    }
+    if by_path:
+        transfer["kv_connector_module_path"] = "lmcache.integration.vllm.lmcache_connector_v1"
+    return transfer
+
+
 @contextmanager
 def engine(
     model: Path, log: Path, transfer: dict[str, Any] | None = None, **settings: Any

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,11 @@ from e2e.engine import EngineProcess, connector, engine
 from helpers.server import Server, wait_for
 
 pytestmark = pytest.mark.vllm
+
+
+def long(value: object) -> Any:
+    return pytest.param(value, marks=pytest.mark.long)
+
 
 ONE, BATCH, BACK = 5.0, 10.0, 10.0
 """Seconds that a fault may add to one request and to a batch of sixteen, and until hits come back."""
@@ -81,7 +87,7 @@ def test_killed_while_idle(bench: Bench) -> None:
     bench.hits_come_back()
 
 
-@pytest.mark.parametrize("delay", [0.05, 0.4, 1.0])
+@pytest.mark.parametrize("delay", [long(0.05), 0.4, long(1.0)])
 def test_killed_in_a_batch(bench: Bench, delay: float) -> None:
     bench.engine.generate(bench.batch[::2])
     killer = threading.Timer(delay, bench.server.kill)
@@ -92,6 +98,7 @@ def test_killed_in_a_batch(bench: Bench, delay: float) -> None:
     bench.hits_come_back()
 
 
+@pytest.mark.long
 def test_stopped_for_twenty_seconds(bench: Bench) -> None:
     bench.hits_come_back()
     bench.server.signal(signal.SIGSTOP)
@@ -107,7 +114,7 @@ def test_stopped_for_twenty_seconds(bench: Bench) -> None:
     )
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [long(signal.SIGTERM), signal.SIGKILL])
 def test_ended_between_lookup_and_load(bench: Bench, number: int) -> None:
     bench.hits_come_back()
     bench.engine.worker("kill_before_load", bench.server.pid, int(number))

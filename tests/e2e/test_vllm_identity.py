@@ -66,6 +66,7 @@ def test_another_model_misses(stored: int, server: Server, tmp_path: Path, log: 
         assert cached(process) == [0, HIT]
 
 
+@pytest.mark.long
 def test_a_folder_whose_weights_changed_is_another_revision(
     server: Server, tmp_path: Path, log: Path
 ) -> None:

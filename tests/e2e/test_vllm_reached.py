@@ -35,6 +35,7 @@ def _default_port_is_free() -> bool:
         return sock.connect_ex(("127.0.0.1", 5555)) != 0
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     not _default_port_is_free(), reason="vLLM offers no way to move it from port 5555, which is in use"
 )

@@ -12,7 +12,13 @@ from typing import Any
 def _side() -> Any:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    return get_kv_transfer_group()._worker
+    return _connector(get_kv_transfer_group())._worker
+
+
+def _connector(group: Any) -> Any:
+    """Ours: behind vLLM's wrapper for the in-process one by its bare name."""
+    engine = getattr(group, "_lmcache_engine", None)
+    return group if engine is None else engine._inner
 
 
 def _page_digests(context: Any, blocks: list[list[int]], chunk: int) -> list[str]:
@@ -142,6 +148,89 @@ def fail_loads(worker: Any) -> None:
         return list(items)
 
     context.load = failing
+
+
+def mend_loads(worker: Any) -> None:
+    """Undo ``fail_loads``."""
+    del _side().context.load
+
+
+def tear_layers(worker: Any) -> None:
+    """Every load of a layer from now on leaves noise in its pages and fails, as a torn copy would."""
+    import torch
+
+    from lmcache.errors import LMCacheError
+    from lmcache.v1.multiprocess.transfer_context import layered, pages
+
+    def tearing(group: Any, direction: Any, chunks: Any, layers: slice) -> None:
+        if direction == "store":
+            pages.copy_pages(group, direction, chunks, layers)
+            return
+        for tensor in group.tensors[layers]:
+            for _, block, count in [span for chunk in chunks for span in chunk.spans]:
+                page = tensor[block : block + count]
+                page.copy_(torch.randn(page.shape).to(page.dtype))
+        raise LMCacheError("torn")
+
+    layered.copy_pages = tearing
+
+
+def mend_layers(worker: Any) -> None:
+    """Undo ``tear_layers``."""
+    from lmcache.v1.multiprocess.transfer_context import layered, pages
+
+    layered.copy_pages = pages.copy_pages
+
+
+def layers_with_graphs(worker: Any) -> dict[str, str]:
+    """What a start layer by layer says to each mode of vLLM's graphs; "" to what is served."""
+    from types import SimpleNamespace
+
+    from vllm.config import CUDAGraphMode
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    from lmcache.errors import ConfigError
+
+    connector, said = _connector(get_kv_transfer_group()), {}
+    config = connector._config
+    for mode in CUDAGraphMode:
+        graphs = SimpleNamespace(cudagraph_mode=mode)
+        connector._config = SimpleNamespace(parallel_config=config.parallel_config, compilation_config=graphs)
+        try:
+            connector._check_layerwise("LMCACHE_USE_LAYERWISE")
+            said[mode.name] = ""
+        except ConfigError as exc:
+            said[mode.name] = str(exc)
+    connector._config = config
+    return said
+
+
+def end_server(worker: Any) -> None:
+    """The server inside the engine ends, as if it had failed; its clients do not know."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    _connector(get_kv_transfer_group())._server.close()
+
+
+def shut_down(worker: Any) -> dict[str, Any]:
+    """End the connector as vLLM does at its end; what is left of it in this process."""
+    import gc
+    import logging
+    import threading
+
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    kinds = (signal.SIGTERM, signal.SIGINT)
+    get_kv_transfer_group().shutdown()
+    gc.collect()
+    ours = [thread.name for thread in threading.enumerate() if "lmcache" in thread.name]
+    return {
+        # Idle helpers of large copies are the process's, whoever copies.
+        "threads": [name for name in ours if not name.startswith("lmcache-copy")],
+        "handlers": [str(getattr(signal.getsignal(kind), "__module__", "")) for kind in kinds],
+        "logging": [type(handler).__module__ for handler in logging.getLogger().handlers],
+        "mapped": [line for line in open("/proc/self/maps") if "lmcache-l1" in line],
+    }
 
 
 def transfer_path(worker: Any) -> str:

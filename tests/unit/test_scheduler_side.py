@@ -277,6 +277,20 @@ def test_tokens_that_were_only_guessed_are_never_stored(server: LocalServer) -> 
     assert [item.hashes for item in side.take_plan().stores] == [hashes(request)[1:2]]
 
 
+def test_a_scheduler_that_runs_ahead_of_its_tokens_stores_a_chunk_once_they_are_known(
+    server: LocalServer,
+) -> None:
+    side = SchedulerSide(LocalClient(server), [4], save_decode=True)  # type: ignore[arg-type]
+    request, blocks = FakeRequest("r", prompt(10)), (list(range(1, 9)),)
+    side.matched_tokens(request, 0)
+    request.outputs = [1, 2, 3, 4, 5]
+    side.scheduled("r", 16, 1, blocks)  # the sixteenth token is still being sampled
+    assert [item.hashes for item in side.take_plan().stores] == [hashes(request)[:1]]
+    request.outputs += [6]
+    side.scheduled("r", 17, 1, blocks)
+    assert [item.hashes for item in side.take_plan().stores] == [hashes(request)[1:2]]
+
+
 @pytest.mark.parametrize(
     ("params", "chunks"),
     [

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,45 +16,19 @@ transformers = pytest.importorskip("transformers")
 
 from transformers import DynamicCache  # noqa: E402
 
-from helpers.server import RunningServer, dead_port, running_server, wait_for  # noqa: E402
+from helpers.models import ANSWER, answer, make_model, prompt  # noqa: E402
+from helpers.server import RunningServer, channel_to, dead_port, running_server, wait_for  # noqa: E402
 from lmcache.errors import ConfigError, LayoutError  # noqa: E402
 from lmcache.integration.transformers import PrefixCache  # noqa: E402
 from lmcache.integration.transformers.identity import kv_shape, namespace  # noqa: E402
 from lmcache.v1.multiprocess.client import ClientOptions  # noqa: E402
+from lmcache.v1.protocol import messages as m  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
 CHUNK = 32
 FLAGS = ("--chunk-size", str(CHUNK))
-ANSWER = 8
 EDGES = [n * CHUNK + d for n in (1, 2, 3) for d in (-1, 0, 1)]
-
-
-def make_model(seed: int = 0, **changes: Any) -> Any:
-    """A tiny Llama with grouped-query attention, random-normal weights, float32."""
-    settings = {
-        "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
-        "initializer_range": 0.3, "bos_token_id": None, "eos_token_id": None,
-    }  # fmt: skip
-    torch.manual_seed(seed)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**(settings | changes))).eval()
-
-
-def prompt(tokens: int, seed: int) -> Any:
-    return torch.randint(0, 512, (1, tokens), generator=torch.Generator().manual_seed(seed))
-
-
-@torch.no_grad()
-def answer(model: Any, ids: Any, past: Any = None, reused: int = 0) -> tuple[list[int], Any]:
-    """Greedy tokens after ``ids``, of which ``past`` holds the first ``reused``; and the KV of all."""
-    past = DynamicCache(config=model.config) if past is None else past
-    fresh, tokens = ids[:, reused:], []
-    for _ in range(ANSWER):
-        logits = model(input_ids=fresh, past_key_values=past, use_cache=True).logits
-        fresh = logits[:, -1].argmax(-1, keepdim=True)
-        tokens.append(int(fresh))
-    return tokens, past
 
 
 def fill(cache: PrefixCache, model: Any, ids: Any) -> list[int]:
@@ -391,3 +367,38 @@ def test_an_empty_cache_and_a_prompt_of_one_token_are_misses(cache: PrefixCache,
     assert cache.save(ids, DynamicCache(config=model.config)) == 0
     assert cache.load(ids[:, :1]) == (None, 0)
     assert cache.load([]) == (None, 0)
+
+
+# ---- tiers below L1
+
+
+def test_what_was_saved_before_a_restart_is_loaded_from_the_disk_below_and_gives_the_same_tokens(
+    model: Any, tmp_path: Path
+) -> None:
+    adapter = json.dumps({"type": "disk", "path": str(tmp_path / "disk"), "max_gb": 0.1})
+    ids = prompt(3 * CHUNK + 1, seed=320)
+    with running_server(*FLAGS, "--l2-adapter", adapter) as server:
+        with PrefixCache(server.address, model, salt="tenant") as cache:
+            expected = fill(cache, model, ids)
+        assert server.end() == 0
+    with running_server(*FLAGS, "--l2-adapter", adapter) as server:
+        with PrefixCache(server.address, model, salt="tenant") as cache:
+            past, known = cache.load(ids)
+            assert known == 3 * CHUNK
+            assert answer(model, ids, past, known)[0] == expected
+        with PrefixCache(server.address, model, salt="other") as cache:
+            assert cache.load(ids) == (None, 0)
+
+
+def test_a_slow_tier_delays_a_load_no_longer_than_asked_for(model: Any) -> None:
+    slow = json.dumps({"type": "fault", "latency_ms": 3000, "on": ["load"]})
+    ids = prompt(3 * CHUNK + 1, seed=321)
+    with running_server(*FLAGS, "--l2-adapter", slow) as server:
+        with PrefixCache(server.address, model, prefetch_timeout=0.7) as cache:
+            fill(cache, model, ids)
+            wait_for(lambda: server.state()["l2"][0]["queued_objects"] == 0)
+            with channel_to(server.address) as tool:
+                tool.call(m.Clear(tiers=["l1"]), 10)
+            began = time.monotonic()
+            assert cache.load(ids) == (None, 0)
+            assert 0.7 <= time.monotonic() - began < 3

@@ -130,10 +130,9 @@ def namespace(model: Any, shape: KVShape, revision: str) -> Namespace:
     Raises:
         ConfigError: if the content of the weights cannot be read here.
     """
-    config = {k: v for k, v in model.config.to_dict().items() if k not in _NOT_CONTENT}
     return Namespace(
         model=type(model).__name__,
-        revision=f"given:{revision}" if revision else f"content:{content_fingerprint(model)}",
+        revision=revision_of(model, revision),
         engine="transformers",
         format=FORMAT,
         dtype=str(shape.dtype).rpartition(".")[2],
@@ -145,12 +144,27 @@ def namespace(model: Any, shape: KVShape, revision: str) -> Namespace:
         # are copied as one run, and what is stored is the row's own order with T = chunk size.
         page_bytes=(shape.plane_bytes,) * (shape.layers * 2 * shape.kv_heads),
         layers=tuple(f"layer.{i}" for i in range(shape.layers)),
-        extra={
-            "class": f"{type(model).__module__}.{type(model).__qualname__}",
-            "config": digest("hf_config", json.dumps(config, sort_keys=True, default=str)).hex(),
-            "attention": str(getattr(model.config, "_attn_implementation", "")),
-        },
+        extra=settings_of(model),
     )
+
+
+def revision_of(model: Any, revision: str) -> str:
+    """Identity of the weights: what the caller vouches for, else their content.
+
+    Raises:
+        ConfigError: if the content cannot be read here.
+    """
+    return f"given:{revision}" if revision else f"content:{content_fingerprint(model)}"
+
+
+def settings_of(model: Any) -> dict[str, str]:
+    """What changes the values of KV and is neither weights nor shape."""
+    config = {k: v for k, v in model.config.to_dict().items() if k not in _NOT_CONTENT}
+    return {
+        "class": f"{type(model).__module__}.{type(model).__qualname__}",
+        "config": digest("hf_config", json.dumps(config, sort_keys=True, default=str)).hex(),
+        "attention": str(getattr(model.config, "_attn_implementation", "")),
+    }
 
 
 def content_fingerprint(model: Any) -> str:

@@ -10,10 +10,11 @@ from typing import Any
 
 from transformers import DynamicCache
 
-from lmcache.errors import ConfigError, LMCacheError
+from lmcache.errors import LMCacheError
 from lmcache.integration.transformers import identity, tensors
-from lmcache.logging import init_logger, warn_once
-from lmcache.v1.keys import Scope, chunk_hashes
+from lmcache.integration.transformers.guards import ModelWatch, check_generate
+from lmcache.logging import init_logger
+from lmcache.v1.keys import Scope, account_id, chunk_hashes
 from lmcache.v1.multiprocess.client import CacheClient, ClientOptions
 from lmcache.v1.multiprocess.transfer_context.pages import KVGroupPages
 from lmcache.v1.multiprocess.transfer_context.worker_transfer import (
@@ -26,6 +27,9 @@ from lmcache.v1.protocol.channel import expect
 from lmcache.v1.protocol.endpoint import endpoint
 
 logger = init_logger(__name__)
+
+_WAIT_SECONDS = 0.5
+"""What one lookup waits at the server: so much longer it takes to find out that the server is gone."""
 
 
 class PrefixCache:
@@ -43,6 +47,7 @@ class PrefixCache:
         tags: more of the same, by name.
         revision: identity of the weights, if the caller vouches for one; else their content is hashed here.
         options: time limits and the use of shared memory.
+        prefetch_timeout: seconds that :meth:`load` waits at most for what the server fetches from tiers below L1.
 
     Raises:
         ConfigError, LayoutError: for an address that is none, or a model that cannot be cached; the text says
@@ -58,14 +63,15 @@ class PrefixCache:
         tags: dict[str, str] | None = None,
         revision: str = "",
         options: ClientOptions | None = None,
+        prefetch_timeout: float = 2.0,
     ) -> None:
         address = endpoint(address)
         identity.check_supported(model)
         self._model = model
         self._shape = identity.kv_shape(model)
-        self._watched = not revision
-        self._state = identity.weights_state(model) if self._watched else ()
+        self._watch = ModelWatch(model, not revision, "make a new PrefixCache")
         self._salt, self._tags = salt, tags or {}
+        self._prefetch_timeout = prefetch_timeout
         self._requests = itertools.count()
         self._wait = (options or ClientOptions()).control_timeout
         engine = f"transformers-{secrets.token_hex(8)}"
@@ -141,7 +147,8 @@ class PrefixCache:
         chunks = known // size
         hashes = chunk_hashes(ids[: chunks * size], self._scope(size))
         blocks = list(range(chunks * size // identity.BLOCK))
-        stored = self._transfer.store([StoreItem(size, hashes, [blocks])], [tensors.planes(group, layers)])
+        item = StoreItem(size, hashes, [blocks], account_id(self._salt))
+        stored = self._transfer.store([item], [tensors.planes(group, layers)])
         return stored * size
 
     def generate(self, input_ids: Any, **options: Any) -> Any:
@@ -154,22 +161,7 @@ class PrefixCache:
             ConfigError: for several sequences or beams, other input than tokens at positions from 0 on, or a
                 mask that hides tokens.
         """
-        for name in ("num_beams", "num_return_sequences"):
-            value = options.get(name) or getattr(self._model.generation_config, name, None) or 1
-            if value != 1:
-                raise ConfigError(
-                    f"{name}={value}: expected 1 with the prefix cache; call model.generate itself"
-                )
-        for name in ("inputs_embeds", "position_ids"):
-            if options.get(name) is not None:
-                raise ConfigError(
-                    f"{name}: expected tokens at positions from 0 on with the prefix cache; drop it"
-                )
-        mask = options.get("attention_mask")
-        if mask is not None and not bool(mask.all()):
-            raise ConfigError(
-                "attention_mask hides tokens: expected none hidden with the prefix cache; drop the padding"
-            )
+        check_generate(self._model, options)
         past, _ = self.load(input_ids)
         if past is None:
             past = DynamicCache(config=self._model.config)
@@ -197,9 +189,14 @@ class PrefixCache:
     def _lookup(self, hashes: list[bytes], request: str) -> tuple[m.Found, int]:
         lease = self._lookups.new_lease()
         message = m.Lookup(
-            session=self._lookups.session, request=request, lease=lease, hashes=b"".join(hashes)
-        )
-        found = expect(m.Found, self._lookups.call(message)[0])
+            session=self._lookups.session, request=request, lease=lease, hashes=b"".join(hashes),
+            wait=min(self._prefetch_timeout, _WAIT_SECONDS), account=account_id(self._salt),
+        )  # fmt: skip
+        until = time.monotonic() + self._prefetch_timeout
+        while (found := expect(m.Found, self._lookups.call(message)[0])).pending:
+            left = until - time.monotonic()  # none: whatever L1 holds by now
+            message.hashes, message.known = b"", len(hashes)
+            message.wait = min(left, _WAIT_SECONDS) if left > 0 else -1.0
         if not 0 <= found.chunks <= len(hashes):
             raise LMCacheError(
                 f"lookup of {len(hashes)} chunks: the server answers that {found.chunks} are held"
@@ -212,18 +209,7 @@ class PrefixCache:
 
     def _group(self) -> KVGroupPages | None:
         """The pages' description in the current session; None while nothing may be loaded or saved."""
-        if not self._transfer.client.up or not self._lookups.up:
-            return None
-        if self._model.training:
-            warn_once(logger, "training", "%s is in training mode: runs uncached", type(self._model).__name__)
-            return None
-        if self._watched and identity.weights_state(self._model) != self._state:
-            warn_once(
-                logger,
-                f"weights:{id(self)}",
-                "the weights of %s changed: runs uncached; make a new PrefixCache",
-                type(self._model).__name__,
-            )
+        if not self._transfer.client.up or not self._lookups.up or not self._watch.ok():
             return None
         return self._transfer.groups[0]
 

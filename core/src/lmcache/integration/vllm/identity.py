@@ -63,7 +63,7 @@ def model_revision(vllm_config: Any, given: str) -> str:
     folder = Path(model.model)
     if folder.exists():
         return f"local:{weights_fingerprint(folder)}"
-    commit = _hub_commit(model.model, model.revision, vllm_config.load_config.download_dir)
+    commit = hub_commit(model.model, model.revision, vllm_config.load_config.download_dir)
     if commit:
         return f"hub:{commit}"
     logger.warning(
@@ -74,7 +74,7 @@ def model_revision(vllm_config: Any, given: str) -> str:
     return f"unknown:{secrets.token_hex(16)}"
 
 
-def _hub_commit(repo: str, revision: str | None, folder: str | None = None) -> str:
+def hub_commit(repo: str, revision: str | None, folder: str | None = None) -> str:
     """The commit that vLLM takes from its hub cache (or from ``folder``); empty if it cannot be told."""
     if re.fullmatch("[0-9a-f]{40}", revision or ""):
         return str(revision)
@@ -107,7 +107,7 @@ def lora_identity(lora_request: Any) -> str:
         return ""
     name, path = lora_request.lora_name, Path(lora_request.lora_path)
     here = path.exists()
-    state = folder_state(path) if here else _hub_commit(str(path), None)
+    state = folder_state(path) if here else hub_commit(str(path), None)
     key = (getattr(lora_request, "lora_int_id", 0), name, str(path))
     seen, identity = _adapters.get(key, (None, ""))
     if seen is None or (seen != state and getattr(lora_request, "load_inplace", False)):

@@ -27,12 +27,16 @@ import lmcache
 from lmcache.errors import ConfigError
 from lmcache.integration.vllm.identity import check_supported, describe_groups, lora_identity, model_revision
 from lmcache.integration.vllm.scheduler_side import SchedulerSide, StepPlan
-from lmcache.integration.vllm.settings import read_settings
+from lmcache.integration.vllm.settings import ConnectorSettings, read_settings
 from lmcache.integration.vllm.vllm_multi_process_adapter import ParallelStrategy
 from lmcache.integration.vllm.worker_side import StepResult, WorkerSide
 from lmcache.logging import init_logger
 from lmcache.v1.multiprocess.client import CacheClient
-from lmcache.v1.multiprocess.transfer_context.worker_transfer import create_transfer_context
+from lmcache.v1.multiprocess.transfer_context.layered import LayeredTransfers
+from lmcache.v1.multiprocess.transfer_context.worker_transfer import (
+    EngineDrivenTransferContext,
+    create_transfer_context,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -87,7 +91,7 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):
         check_supported(vllm_config, kv_cache_config)
         self._config = vllm_config
         self._kv = kv_cache_config
-        self._settings = read_settings(transfer.kv_connector_extra_config)
+        self._settings = self._read_settings(transfer)
         self._parallel = ParallelStrategy(
             parallel.rank, parallel.world_size, parallel.tensor_parallel_size, parallel.pipeline_parallel_size
         )
@@ -98,6 +102,9 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):
         self._result = StepResult()
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = self._make_scheduler_side(transfer)
+
+    def _read_settings(self, transfer: Any) -> ConnectorSettings:
+        return read_settings(transfer.kv_connector_extra_config)
 
     def _make_scheduler_side(self, transfer: Any) -> SchedulerSide:
         settings = self._settings
@@ -112,6 +119,8 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):
             loads=transfer.is_kv_consumer,
             stores=transfer.is_kv_producer,
             save_decode=settings.save_decode_cache,
+            prefetch_timeout=settings.prefetch_timeout,
+            min_tokens=settings.min_tokens,
             lora_identity=lora_identity,
         )
 
@@ -143,19 +152,26 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):
             [g.namespace.block_size for g in groups], groups[0].namespace.page_bytes[0],
         )  # fmt: skip
         context.start(wait=settings.client.control_timeout)
-        self._worker = WorkerSide(context, place.rank)
+        layers = None
+        if settings.layerwise and isinstance(context, EngineDrivenTransferContext):
+            layers = LayeredTransfers(context)
+        self._worker = WorkerSide(context, place.rank, layers)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self._worker is not None:
             self._worker.load(self._plan)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: ``start_load_kv`` returns with the pages filled."""
+        """Layer by layer, its pages are filled on return; else ``start_load_kv`` has filled all."""
+        if self._worker is not None:
+            self._worker.wait_for_layer(layer_name)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Nothing per layer: pages are stored when the step is done."""
+        """Layer by layer, its pages begin to be stored; else all are when the step is done."""
+        if self._worker is not None:
+            self._worker.save_layer(self._plan, layer_name)
 
     def wait_for_save(self) -> None:
         if self._worker is not None:
@@ -190,12 +206,19 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         tokens = self._sched.matched_tokens(request, num_computed_tokens)
-        return tokens, tokens > 0 and self._groups > 1
+        return tokens, bool(tokens) and self._groups > 1
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        self._sched.allocated(request, blocks.get_block_ids(), num_external_tokens)
+        self.allocated(request, blocks.get_block_ids(), num_external_tokens)
+
+    def allocated(self, request: Request, blocks: tuple[list[int], ...] | None, external: int) -> None:
+        """vLLM allocated ``blocks`` (per group) for a request that takes ``external`` tokens from here.
+
+        None for blocks: it is not scheduled after all, so nothing of it is to be loaded.
+        """
+        self._sched.allocated(request, blocks or (), external if blocks is not None else 0)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         state = scheduler_output.kv_connector_block_state
@@ -237,4 +260,4 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             self._scheduler.client.close()
         if self._worker is not None:
-            self._worker.context.close()
+            self._worker.close()

@@ -8,13 +8,14 @@ all, or with the request.
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from lmcache.errors import LMCacheError
 from lmcache.logging import init_logger, warn_once
-from lmcache.v1.keys import MediaItem, Scope, chunk_hashes
+from lmcache.v1.keys import MediaItem, Scope, account_id, chunk_hashes
 from lmcache.v1.multiprocess.client import CacheClient
 from lmcache.v1.multiprocess.transfer_context.worker_transfer import LoadItem, StoreItem
 from lmcache.v1.protocol import messages as m
@@ -25,6 +26,10 @@ logger = init_logger(__name__)
 TAG_PREFIX = "lmcache.tag."
 SKIP_SAVE = "lmcache.skip_save"
 MAX_OFFLOAD = "lmcache.max_offload_tokens"
+_NAP_SECONDS = 0.005
+"""What a lookup may take in a step that has nothing else to do, and the least time between two asked for nothing."""
+_PATIENCE = 8
+"""A fetch that took a while already may go on for another eighth of that before it is asked for again."""
 
 
 @dataclass(slots=True)
@@ -39,6 +44,19 @@ class Hit:
 
 
 @dataclass(slots=True)
+class Fetch:
+    """A lookup for which the server fetches from below L1: asked for again under ``lease``.
+
+    ``again``: not before, unless the engine is idle. Times are ``time.monotonic``'s.
+    """
+
+    computed: int
+    lease: int
+    began: float
+    again: float = 0.0
+
+
+@dataclass(slots=True)
 class Tracked:
     """One request."""
 
@@ -47,6 +65,7 @@ class Tracked:
     scope: Scope
     media: tuple[MediaItem, ...]
     cacheable: bool
+    account: str
     store_limit: int | None
     """Store no token from this index on; None: no limit of the user's."""
     hashes: list[bytes] = field(default_factory=list)
@@ -54,6 +73,9 @@ class Tracked:
     sent: int = 0
     """Digests that the server holds for this request in session ``session``."""
     hit: Hit | None = None
+    fetch: Fetch | None = None
+    waits_until: float | None = None
+    """Until when it may be put off, from its first lookup on, however many fetches that takes."""
     stored: int = 0
     """Chunks that need no store: found on the server, or stored by us."""
     bypass: bool = False
@@ -81,12 +103,13 @@ class SchedulerSide:
     Args:
         client: a session of role "scheduler".
         block_sizes: tokens per block of each KV group.
-        ranks: number of workers. With several, a load may fail on one and succeed on the others, so nothing
-        is
+        ranks: number of workers. With several, a load may fail on one and succeed on the others, so nothing is
             stored until all have confirmed the loads that went before.
         loads, stores: whether this engine may do either (vLLM's kv_role).
         save_decode: whether chunks that hold generated tokens are stored too.
         lora_identity: maps a request's adapter to text that changes with it.
+        prefetch_timeout: seconds that a request may wait for what the server fetches from below L1.
+        min_tokens: a hit of fewer tokens is not worth its load, and counts as none.
     """
 
     def __init__(
@@ -99,6 +122,8 @@ class SchedulerSide:
         stores: bool = True,
         save_decode: bool = False,
         lora_identity: Any = lambda lora: "" if lora is None else str(lora),
+        prefetch_timeout: float = 2.0,
+        min_tokens: int = 0,
     ) -> None:
         self.client = client
         self._block_sizes = list(block_sizes)
@@ -106,6 +131,13 @@ class SchedulerSide:
         self._stores = stores
         self._save_decode = save_decode
         self._lora_identity = lora_identity
+        self._prefetch_timeout = prefetch_timeout
+        self._min_tokens = min_tokens
+        self._scheduling = False
+        self._busy = False
+        """The last step ran something. A lookup that waits would then keep it waiting, too."""
+        self._napped = False
+        """A lookup of this step has waited."""
         self._tracked: dict[str, Tracked] = {}
         self._ranks = ranks
         self._era: dict[str, str] = {}
@@ -116,8 +148,11 @@ class SchedulerSide:
 
     # ---- lookup
 
-    def matched_tokens(self, request: Any, computed: int) -> int:
-        """Tokens beyond the first ``computed`` whose KV the cache holds. Safe to ask any number of times."""
+    def matched_tokens(self, request: Any, computed: int) -> int | None:
+        """Tokens beyond the first ``computed`` whose KV the cache holds; None: not known yet, ask again.
+
+        Safe to ask any number of times.
+        """
         try:
             return self._matched_tokens(request, computed)
         except Exception:  # a fault of ours costs this request its hit, not the engine its life
@@ -127,21 +162,24 @@ class SchedulerSide:
                 tracked.cacheable = False
             return 0
 
-    def _matched_tokens(self, request: Any, computed: int) -> int:
+    def _matched_tokens(self, request: Any, computed: int) -> int | None:
         tracked = self._track(request)
         if tracked is None or not tracked.cacheable or tracked.bypass or not self.client.up:
             return 0
         if not self._loads or request.skip_reading_prefix_cache:
             return 0
         if tracked.hit is None or tracked.hit.computed != computed or tracked.session != self.client.session:
-            self._drop_hit(tracked)
+            self._drop_hit(tracked, keep_fetch=computed)
             self._lookup(tracked, computed)
+        if tracked.fetch is not None:
+            return None
         hit = tracked.hit
         if hit is None:
             return 0
         # At least one token has to be computed, or there is nothing to sample from.
         end = min((hit.start + hit.chunks) * tracked.chunk_size, int(request.num_tokens) - 1)
-        return max(0, end - computed)
+        tokens = max(0, end - computed)
+        return tokens if tokens >= self._min_tokens else 0
 
     def _lookup(self, tracked: Tracked, computed: int) -> None:
         self._hash(tracked, tracked.request.num_tokens)
@@ -149,19 +187,44 @@ class SchedulerSide:
         tracked.stored = start
         if len(tracked.hashes) <= start:
             return
+        now = time.monotonic()
+        if tracked.waits_until is None:
+            tracked.waits_until = now + self._prefetch_timeout
+        fetch = tracked.fetch or Fetch(computed, self.client.new_lease(), now)
+        wait = self._patience(fetch, now, tracked.waits_until)
+        if wait is None:
+            return
+        tracked.fetch = None
         try:
-            found, lease = self._ask(tracked, start)
+            found = self._ask(tracked, start, fetch.lease, wait)
         except LMCacheError as exc:
             logger.debug("request %s: lookup failed: %s", tracked.request.request_id, exc)
             return
-        if found.chunks:
-            tracked.hit = Hit(computed, start, found.chunks, lease, found)
+        if found.pending:
+            tracked.fetch = fetch
+        elif found.chunks:
+            tracked.hit = Hit(computed, start, found.chunks, fetch.lease, found)
             tracked.stored = start + found.chunks
 
-    def _ask(self, tracked: Tracked, start: int) -> tuple[m.Found, int]:
+    def _patience(self, fetch: Fetch, now: float, until: float) -> float | None:
+        """How long the server may take to answer, negative for what it has now; None: not to be asked yet.
+
+        An idle engine asks without a pause, but lets the server wait: neither spins, and what was fetched is used
+        at once. A busy one must not be kept waiting, and asks now and then.
+        """
+        if now >= until:
+            return -1.0
+        if not self._busy and not self._napped:
+            self._napped = True
+            return min(_NAP_SECONDS, until - now)
+        if now < fetch.again:
+            return None
+        fetch.again = now + max(_NAP_SECONDS, (now - fetch.began) / _PATIENCE)
+        return 0.0
+
+    def _ask(self, tracked: Tracked, start: int, lease: int, wait: float) -> m.Found:
         if tracked.session != self.client.session:
             tracked.session, tracked.sent = self.client.session, 0
-        lease = self.client.new_lease()
         message = m.Lookup(
             session=tracked.session,
             request=tracked.request.request_id,
@@ -169,6 +232,8 @@ class SchedulerSide:
             hashes=b"".join(tracked.hashes[tracked.sent :]),
             known=tracked.sent,
             start=start,
+            wait=wait,
+            account=tracked.account,
         )
         try:
             found = expect(m.Found, self.client.call(message)[0])
@@ -177,9 +242,14 @@ class SchedulerSide:
                 tracked.sent = 0
             raise
         tracked.sent = len(tracked.hashes)
-        return found, lease
+        return found
 
-    def _drop_hit(self, tracked: Tracked) -> None:
+    def _drop_hit(self, tracked: Tracked, keep_fetch: int | None = None) -> None:
+        """Give back what was found, and what is being fetched but for a fetch that began at ``keep_fetch``."""
+        fetch = tracked.fetch
+        if fetch is not None and (fetch.computed != keep_fetch or tracked.session != self.client.session):
+            tracked.fetch = None
+            self.client.post(m.Release(session=tracked.session, leases=[fetch.lease]))
         if tracked.hit is not None:
             self.client.post(m.Release(session=tracked.session, leases=[tracked.hit.lease]))
             tracked.hit = None
@@ -189,6 +259,8 @@ class SchedulerSide:
     def allocated(self, request: Any, blocks: tuple[list[int], ...], external: int) -> None:
         """vLLM allocated ``blocks`` (per group) for a request that takes ``external`` tokens from here."""
         tracked = self._tracked.get(request.request_id)
+        if tracked is not None:
+            tracked.waits_until = None  # preempted, it may wait again
         if external <= 0:
             if tracked is not None:
                 self._drop_hit(tracked)
@@ -220,6 +292,7 @@ class SchedulerSide:
         self, request_id: str, computed: int, new_tokens: int, blocks: tuple[list[int], ...]
     ) -> None:
         """In this step a request runs ``new_tokens`` after its first ``computed``: plan what to store."""
+        self._scheduling = True
         tracked = self._tracked.get(request_id)
         if tracked is None:
             return
@@ -244,6 +317,9 @@ class SchedulerSide:
         if end <= tracked.stored:
             return
         self._hash(tracked, sure)
+        end = min(end, len(tracked.hashes))  # of what runs ahead of its tokens, the digests are not known yet
+        if end <= tracked.stored:
+            return
         begin, tracked.stored = tracked.stored, end
         self._plan.stores.append(
             StoreItem(
@@ -253,6 +329,7 @@ class SchedulerSide:
                     list(ids[begin * size // bs : end * size // bs])
                     for ids, bs in zip(blocks, self._block_sizes, strict=True)
                 ],
+                account=tracked.account,
             )
         )
 
@@ -260,6 +337,7 @@ class SchedulerSide:
         """The step's plan; a new one begins."""
         plan = self._plan
         self._plan = StepPlan(step=plan.step + 1, clean_from=plan.clean_from)
+        self._busy, self._scheduling, self._napped = self._scheduling, False, False
         if plan.loads:
             self._unconfirmed = plan.step
         return plan
@@ -324,6 +402,7 @@ class SchedulerSide:
             ),
             media=_media(request.mm_features),
             cacheable=cacheable,
+            account=account_id(request.cache_salt or ""),
             store_limit=_store_limit(params),
         )
         self._tracked[request.request_id] = tracked

@@ -38,6 +38,10 @@ def _seconds(key: str, value: Any) -> float:
     return number
 
 
+def _seconds_or_0(key: str, value: Any) -> float:
+    return 0.0 if value in (0, "0") and not isinstance(value, bool) else _seconds(key, value)
+
+
 def _rate(key: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1e6:
         raise ConfigError(f"{key}={value!r}: expected a positive number of MB per second")
@@ -63,6 +67,7 @@ _KEYS: dict[str, Callable[[str, Any], Any]] = {
     "mq_timeout": _seconds,
     "heartbeat_interval": _seconds,
     "fence_timeout": _seconds,
+    "prefetch_timeout": _seconds_or_0,
     "min_mb_per_second": _rate,
     "shm": _shm,
     "save_decode_cache": _flag,
@@ -88,7 +93,13 @@ class ConnectorSettings(msgspec.Struct, kw_only=True, frozen=True):
     client: ClientOptions
     mode: MPTransferMode = MPTransferMode.AUTO
     save_decode_cache: bool = False
+    prefetch_timeout: float = 2.0
+    """Seconds that a request may wait for the server to fetch its KV from tiers below L1; 0: it never waits."""
     model_revision: str = ""
+    layerwise: bool = False
+    """Whether layers are moved one by one, beside the engine; one KV group, engine_driven only."""
+    min_tokens: int = 0
+    """A hit of fewer tokens counts as none."""
 
 
 def read_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
@@ -127,6 +138,7 @@ def read_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
         client=options,
         mode=MPTransferMode.parse(mode, source=mode_source),
         save_decode_cache=values.get("save_decode_cache", False),
+        prefetch_timeout=values.get("prefetch_timeout", 2.0),
         model_revision=values.get("model_revision", ""),
     )
 

@@ -1,0 +1,1 @@
+"""SGLang's side of the cache; ``docs/sglang.md`` says which release imports which module."""
