@@ -39,6 +39,7 @@ def test_it_lacks_nothing_but_tensors_as_operands_and_planes_of_a_layer(good_sim
     assert {why for why in reasons if why not in known} == set()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("level", ["basic", "native"])
 def test_it_declares_what_the_lower_levels_ask_for(level: str, tmp_path: Path) -> None:
     report = verify("sim", tmp_path / "report.json", os.environ, "--level", level, "--only", "test_level")

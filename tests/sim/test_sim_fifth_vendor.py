@@ -17,7 +17,7 @@ from helpers.kit import verify
 from helpers.wheels import ROOT, build_wheel, environment, install
 
 pytest.importorskip("torch")
-pytestmark = pytest.mark.sim
+pytestmark = [pytest.mark.sim, pytest.mark.long]
 
 SAMPLE = ROOT / "examples" / "lmcache-musa-style"
 POINT = 'musa_style = "lmcache_musa_style.spec:MusaStyleDeviceSpec"\n'

@@ -111,6 +111,21 @@ def test_these_formats_are_served_without_the_baseline(ops: Any, fmt: int, monke
         ops.multi_layer_block_kv_transfer(paged, objects, [1], "cpu", direction, describe(fmt, torch.float32), BS, fmt)
 
 
+def test_of_a_block_that_is_named_twice_the_last_one_is_written(ops: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the baseline: which of two writes of one kernel or index operation comes last is not told on a device."""
+    asked: list[Any] = []
+    whole = DeviceOps.multi_layer_block_kv_transfer
+    monkeypatch.setattr(DeviceOps, "multi_layer_block_kv_transfer", lambda *call: (asked.append(call), whole(*call)))
+    shape, planes, heads, block = FORMATS[1]
+    paged = [noise(shape, torch.float32) for _ in range(NL)]
+    objects = [noise((planes, NL, 3 * BS, heads * HS), torch.float32)]
+    ops.multi_layer_block_kv_transfer(paged, objects, [4, 7, 4], "cpu", H2D, describe(1, torch.float32), 3 * BS, 1, 0)
+    assert asked
+    for layer in range(NL):
+        for kv in range(planes):
+            assert same(block(paged[layer], kv, 4), objects[0][kv, layer, 2 * BS :])
+
+
 @pytest.mark.parametrize(
     ("change", "error"),
     [

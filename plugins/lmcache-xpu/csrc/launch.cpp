@@ -118,9 +118,15 @@ sycl::nd_range<3> grid_of(const lmc_transfer &transfer)
 
 std::string kernel_origin(u64 handle)
 {
+    const sycl::queue &queue = queue_of(handle);
+#ifdef LMCACHE_XPU_AOT
+    (void)queue;
+    return "ahead";
+#else
     const std::lock_guard<std::mutex> held(kernels().lock);
-    const Loaded *one = found(queue_of(handle));
+    const Loaded *one = found(queue);
     return one ? one->origin : "";
+#endif
 }
 
 void kernels_from(const std::string &way)

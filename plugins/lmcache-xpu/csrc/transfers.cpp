@@ -29,6 +29,14 @@ void check_pages(const TransferCall &call, const lmc_layout &layout)
                           std::to_string(expected) + ", the tensors of KV format " + std::to_string(call.format));
 }
 
+void check_addresses(const TransferCall &call, const char *what, const std::vector<u64> &addresses)
+{
+    const auto null = std::find(addresses.begin(), addresses.end(), 0);
+    if (null != addresses.end())
+        throw std::invalid_argument(call.op + ": " + what + "[" + std::to_string(null - addresses.begin()) +
+                                    "] is address 0: expected memory that the device reaches");
+}
+
 void check_ids(const TransferCall &call, const lmc_transfer &planned)
 {
     if (call.ids.address)
@@ -70,8 +78,10 @@ lmc_transfer planned_of(const TransferCall &call)
                               : lmc_layout_init(&layout, call.format, &call.shape));
     check_pages(call, layout);
     const lmc_object object = object_of(call, layout);
+    check_addresses(call, "pages", call.pages.values);
+    check_addresses(call, "objects", call.objects);
     const i64 ids = call.ids.size();
-    if (ids > LMC_INT_MAX || call.skip < 0)
+    if (ids < 0 || ids > LMC_INT_MAX || call.skip < 0)
         throw std::invalid_argument(call.op + ": " + std::to_string(ids) + " ids, the first " +
                                     std::to_string(call.skip) + " left alone: expected 0 or more");
     const int number = static_cast<int>(ids), skip = static_cast<int>(std::min(call.skip, ids));

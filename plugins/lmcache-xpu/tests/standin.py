@@ -10,12 +10,14 @@ import ctypes
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from lmcache_xpu import native, runtime
+from lmcache_xpu.spec import XpuDeviceSpec
 
 _MODULE = native.load()
 _QUEUE = _MODULE.queue_create(0)
@@ -44,7 +46,7 @@ class _Owned:
     def __init__(self, ptr: int, nbytes: int) -> None:
         self.memory = (ctypes.c_uint8 * nbytes).from_address(ptr)
         self.memory.owner = self
-        weakref.finalize(self, _MODULE.usm_free, _QUEUE, ptr).atexit = False
+        weakref.finalize(self, _MODULE.usm_free, ptr).atexit = False
 
 
 def empty(shape: Any, dtype: Any, kind: str = "device") -> Any:
@@ -111,3 +113,49 @@ def installed(everything_is_device: bool = False) -> Iterator[None]:
         native.load = load
         for name, value in before.items():
             setattr(runtime, name, value)
+
+
+class Stream:
+    """``torch.xpu.Stream``, on a queue of its own. To wait for another one blocks the host: that is no less."""
+
+    def __init__(self, device: Any = None, queue: int = 0) -> None:
+        self.sycl_queue = queue or _MODULE.queue_create(0)
+
+    def synchronize(self) -> None:
+        _MODULE.queue_wait(self.sycl_queue)
+
+    wait_event = staticmethod(lambda event: event.synchronize())
+    wait_stream = staticmethod(lambda other: other.synchronize())
+
+
+class Event:
+    """``torch.xpu.Event``: done when the whole of its stream is."""
+
+    def record(self, stream: Stream) -> None:
+        self._queue = stream.sycl_queue
+
+    def query(self) -> bool:
+        return bool(_MODULE.queue_is_idle(self._queue))
+
+    def synchronize(self) -> None:
+        _MODULE.queue_wait(self._queue)
+
+
+XPU = SimpleNamespace(
+    Stream=Stream,
+    Event=Event,
+    stream=lambda stream: queued_on(stream.sycl_queue),
+    current_stream=lambda device=None: Stream(queue=current_queue()),
+    device=lambda device: nullcontext(),
+    set_device=lambda index: None,
+)
+"""``torch.xpu``."""
+
+
+class StandinSpec(XpuDeviceSpec):
+    """The wheel's spec for tensors of the host, which are the device's here."""
+
+    device_type = "cpu"
+
+    def _get_torch_module(self) -> Any:
+        return XPU

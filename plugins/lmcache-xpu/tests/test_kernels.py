@@ -45,7 +45,7 @@ def test_the_kernel_moves_the_same_bytes_wherever_it_comes_from(module: Any, que
     block = BYTES // 8
     moved = ctypes.string_at(ptr + BYTES, 4 * block)
     assert moved == b"".join(data[at * block : (at + 1) * block] for at in (6, 0, 3, 7))
-    module.usm_free(queue, ptr)
+    module.usm_free(ptr)
 
 
 def test_more_tokens_than_a_launch_has_groups_are_all_moved(module: Any, queue: int) -> None:
@@ -61,7 +61,7 @@ def test_more_tokens_than_a_launch_has_groups_are_all_moved(module: Any, queue: 
     assert ctypes.string_at(ptr + 2 * tokens, 2 * tokens) == b"".join(
         data[2 * at : 2 * at + 2] for at in slots
     )
-    module.usm_free(queue, ptr)
+    module.usm_free(ptr)
 
 
 def test_another_way_to_have_a_kernel_is_refused(module: Any) -> None:

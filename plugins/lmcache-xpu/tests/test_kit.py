@@ -43,7 +43,7 @@ pytestmark = [pytest.mark.torch]
 
 
 @pytest.fixture(autouse=True)
-def on_the_cpu_device() -> Iterator[None]:
+def on_the_cpu_device(module: Any) -> Iterator[None]:
     with standin.installed(everything_is_device=True):
         yield
 

@@ -18,6 +18,7 @@ torch = pytest.importorskip("torch")
 import standin
 
 from lmcache.errors import DeviceError, LayoutError
+from lmcache.v1.memory.allocators import AdHocMemoryAllocator
 from lmcache.v1.platform.ops_types import PageBufferShapeDesc
 from lmcache_xpu import keeping, memory, runtime, streams
 from lmcache_xpu.ops import XpuDeviceOps
@@ -319,28 +320,29 @@ def test_what_is_not_an_allocator_s_is_not_freed(ops: XpuDeviceOps, module: Any,
     assert module.usm_kind(queued, ptr) == "host"
     ops.free_pinned_ptr(ptr)
     with pytest.raises(ValueError, match="expected USM"):
-        module.usm_free(queued, ctypes.addressof(ctypes.create_string_buffer(64)))
+        module.usm_free(ctypes.addressof(ctypes.create_string_buffer(64)))
 
 
-def test_tensors_of_the_allocator_are_moved_where_they_are_and_their_room_is_used_again(
+def test_objects_of_the_allocator_are_moved_where_they_are_and_their_room_is_used_again(
     ops: XpuDeviceOps, module: Any, queued: int
 ) -> None:
     allocator = memory.XPUMemoryAllocator(1 << 18)
     shape = (2, LAYERS, 2 * SLOTS, HEADS * WIDTH)
-    paged, chunk = pages(), allocator.allocate(shape, torch.bfloat16)
-    assert runtime.reaches(queued, chunk)
-    move(ops, paged, [chunk], [2, 30], GATHER)
+    paged, obj = pages(), allocator.allocate(shape, torch.bfloat16)
+    assert runtime.reaches(queued, obj.tensor)
+    move(ops, paged, [obj.tensor], [2, 30], GATHER)
     module.queue_wait(queued)
-    assert torch.equal(chunk, wanted(paged, [2, 30]))
+    assert torch.equal(obj.tensor, wanted(paged, [2, 30]))
     assert allocator.allocate((1 << 18,), torch.uint8) is None
-    at = chunk.data_ptr()
-    allocator.free(chunk)
-    assert allocator.allocate(shape, torch.bfloat16).data_ptr() == at
-    with pytest.raises(ValueError, match="no allocated range"):
-        allocator.free(torch.zeros(4))
+    at = obj.data_ptr
+    allocator.free(obj)
+    assert allocator.used == 0
+    assert allocator.allocate(shape, torch.bfloat16).data_ptr == at
+    with pytest.raises(ValueError, match="expected an object of this allocator"):
+        allocator.free(AdHocMemoryAllocator().allocate((4,), torch.uint8))
     allocator.close()
     allocator.close()
-    with pytest.raises(DeviceError, match="closed"):
+    with pytest.raises(ValueError, match="closed"):
         allocator.allocate((1,), torch.uint8)
 
 

@@ -49,6 +49,8 @@ def make_plan(
     ids = [int(i) for i in (block_ids.tolist() if hasattr(block_ids, "tolist") else block_ids)]
     if not _agree(layers, desc) or not all(0 <= i < layers[0].shape[1] for i in ids[skip:]):
         return None
+    if len(set(ids[skip:])) != len(ids[skip:]):
+        return None  # the last write of a block counts, and kernels do not tell which one is last
     spans = []
     per_object = chunk_size // desc.bs
     if len(ids) > per_object * len(objects):

@@ -22,6 +22,7 @@ namespace lmchost {
 
 constexpr i64 kBytesPerThread = i64(4) << 20; // fewer than that do not pay for a thread
 constexpr int kMostThreads = 4;               // memory is saturated; the engine computes on the other cores
+constexpr int kMostWanted = 64;               // of threads that are asked for by number
 
 inline int cores()
 {
@@ -32,7 +33,7 @@ inline int cores()
 // How many threads share work of so many bytes; `wanted` above 0 decides.
 inline int threads_for(i64 bytes, i64 items, int wanted)
 {
-    const i64 most = wanted > 0 ? wanted : std::min<i64>({kMostThreads, cores(), bytes / kBytesPerThread});
+    const i64 most = wanted > 0 ? std::min(wanted, kMostWanted) : std::min<i64>({kMostThreads, cores(), bytes / kBytesPerThread});
     return static_cast<int>(std::max<i64>(1, std::min(most, items)));
 }
 
@@ -63,20 +64,29 @@ struct Rows {
     i64 row_bytes() const { return pieces * piece_bytes; }
 };
 
-inline void check(const char *op, const Rows &rows)
+// Everything is checked before anything moves.
+inline void check(const char *op, const Rows &rows, const std::vector<u64> &addresses)
 {
-    const auto fail = [op](const char *name, i64 value, const std::string &expected) {
+    const auto fail = [op](const std::string &name, i64 value, const std::string &expected) {
         throw std::invalid_argument(std::string(op) + ": " + name + "=" + std::to_string(value) + ": expected " +
                                     expected);
     };
-    if (!rows.stage)
-        fail("stage", 0, "an address");
     if (rows.pieces < 1)
         fail("pieces", rows.pieces, "1 or more");
     if (rows.piece_bytes < 1 || rows.piece_bytes > INT64_MAX / rows.pieces)
         fail("piece_bytes", rows.piece_bytes, "1 or more, and a row within 63 bits");
     if (rows.pieces > 1 && rows.stride < rows.piece_bytes)
         fail("stride", rows.stride, "at least the " + std::to_string(rows.piece_bytes) + " bytes of a piece");
+    if (rows.pieces > 1 && rows.stride > (INT64_MAX - rows.piece_bytes) / (rows.pieces - 1))
+        fail("stride", rows.stride, "a row's pieces within 63 bits");
+    const i64 count = static_cast<i64>(addresses.size());
+    if (count > INT64_MAX / rows.row_bytes() || !can_be_memory(rows.stage, static_cast<u64>(count * rows.row_bytes())))
+        fail("stage", static_cast<i64>(rows.stage), "an address of " + std::to_string(count) + " rows");
+    const u64 span = static_cast<u64>((rows.pieces - 1) * rows.stride + rows.piece_bytes);
+    for (std::size_t at = 0; at < addresses.size(); ++at)
+        if (addresses[at] && !can_be_memory(addresses[at], span))
+            fail("addresses[" + std::to_string(at) + "]", static_cast<i64>(addresses[at]),
+                 "an address of " + std::to_string(span) + " bytes, or 0");
 }
 
 // Move rows between a stage and their addresses. A row whose address is 0 is left alone: it is padding.
@@ -99,9 +109,41 @@ void move_rows(const Rows &rows, const std::vector<u64> &addresses, int threads)
     shared_out(count, threads_for(count * bytes, count, threads), part);
 }
 
-// Copies of their own sizes. Threads get stretches of about as many bytes each.
+// Whether any target shares bytes with a source or with another target: then the order of copies is part of the call.
+inline bool order_matters(const std::vector<u64> &src, const std::vector<u64> &dst, const std::vector<u64> &sizes)
+{
+    struct Span {
+        u64 begin, end;
+        bool written;
+    };
+    std::vector<Span> spans;
+    spans.reserve(2 * sizes.size());
+    for (std::size_t at = 0; at < sizes.size(); ++at)
+        if (sizes[at]) {
+            spans.push_back({src[at], src[at] + sizes[at], false});
+            spans.push_back({dst[at], dst[at] + sizes[at], true});
+        }
+    std::sort(spans.begin(), spans.end(), [](const Span &one, const Span &other) { return one.begin < other.begin; });
+    u64 read_to = 0, written_to = 0; // the furthest ends so far
+    for (const Span &one : spans) {
+        if (one.begin < written_to || (one.written && one.begin < read_to))
+            return true;
+        u64 &to = one.written ? written_to : read_to;
+        to = std::max(to, one.end);
+    }
+    return false;
+}
+
+// Copies of their own sizes. Threads get stretches of about as many bytes each; where copies overlap, one thread makes
+// them in their order, as the contract's baseline does.
 inline void copy_each(const std::vector<u64> &src, const std::vector<u64> &dst, const std::vector<u64> &sizes)
 {
+    if (order_matters(src, dst, sizes)) {
+        for (std::size_t at = 0; at < sizes.size(); ++at)
+            std::memmove(reinterpret_cast<void *>(dst[at]), reinterpret_cast<const void *>(src[at]),
+                         static_cast<std::size_t>(sizes[at]));
+        return;
+    }
     std::vector<u64> ends(sizes.size());
     u64 total = 0;
     for (std::size_t at = 0; at < sizes.size(); ++at)

@@ -69,6 +69,26 @@ class HpuDeviceSpec(DeviceSpec):
 
         return HpuDeviceOps
 
+    def create_gpu_connector(
+        self, config: Any, metadata: Any, engine: Any, layout_hints: Any = None
+    ) -> Any | None:
+        """vLLM's whole chunks.
+
+        Raises:
+            ConfigError: Another engine, or what is not served on this device.
+        """
+        from lmcache.errors import ConfigError
+        from lmcache.v1.gpu_connector.vendor import vendor_connector
+        from lmcache_hpu.connectors import CLASSES
+
+        made = vendor_connector(self, CLASSES, config, metadata, engine, layout_hints)
+        if made is None:
+            raise ConfigError(
+                f"engine {getattr(engine, 'value', engine)!r} in its process on {self.device_type}: expected vllm, with"
+                " use_layerwise, enable_blending and use_gpu_connector_v3 off; other ways were not tried on this device"
+            )
+        return made
+
     @property
     def page_mover(
         self,

@@ -15,6 +15,25 @@ namespace lmchost {
 
 namespace py = pybind11;
 
+// An integer of 64 bits, with a sign or without.
+inline u64 integer(py::handle value)
+{
+    const py::object number = py::reinterpret_steal<py::object>(PyNumber_Index(value.ptr()));
+    if (!number)
+        throw py::error_already_set();
+    int overflow = 0;
+    const long long with_sign = PyLong_AsLongLongAndOverflow(number.ptr(), &overflow);
+    if (!overflow)
+        return static_cast<u64>(with_sign);
+    if (overflow > 0) {
+        const unsigned long long without = PyLong_AsUnsignedLongLong(number.ptr());
+        if (!PyErr_Occurred())
+            return without;
+        PyErr_Clear();
+    }
+    throw std::invalid_argument(std::string(py::str(number)) + ": expected an integer of 64 bits");
+}
+
 // Integers of a sequence, or of a contiguous buffer of 64-bit integers.
 inline std::vector<u64> integers(py::handle values)
 {
@@ -28,23 +47,13 @@ inline std::vector<u64> integers(py::handle values)
         out.assign(first, first + view.size);
         return out;
     }
-    const py::object list = py::reinterpret_steal<py::object>(
-        PySequence_Fast(values.ptr(), "expected a sequence of integers, or a buffer of them"));
-    if (!list)
+    // A tuple of its own: an item's __index__ may change the list that it is in.
+    const py::object items = py::reinterpret_steal<py::object>(PySequence_Tuple(values.ptr()));
+    if (!items)
         throw py::error_already_set();
-    const Py_ssize_t count = PySequence_Fast_GET_SIZE(list.ptr());
-    out.reserve(static_cast<std::size_t>(count));
-    for (Py_ssize_t at = 0; at < count; ++at) {
-        const py::object number =
-            py::reinterpret_steal<py::object>(PyNumber_Index(PySequence_Fast_GET_ITEM(list.ptr(), at)));
-        if (!number)
-            throw py::error_already_set();
-        const bool negative = number < py::int_(0);
-        const u64 value = negative ? static_cast<u64>(PyLong_AsLongLong(number.ptr())) : PyLong_AsUnsignedLongLong(number.ptr());
-        if (PyErr_Occurred())
-            throw py::error_already_set();
-        out.push_back(value);
-    }
+    out.reserve(static_cast<std::size_t>(PyTuple_GET_SIZE(items.ptr())));
+    for (const py::handle item : py::reinterpret_borrow<py::tuple>(items))
+        out.push_back(integer(item));
     return out;
 }
 
@@ -52,8 +61,8 @@ template <bool ToStage>
 void rows_of_python(u64 stage, py::handle addresses, i64 pieces, i64 piece_bytes, i64 stride, int threads)
 {
     const Rows rows = {stage, pieces, piece_bytes, stride};
-    check(ToStage ? "gather" : "scatter", rows);
     const std::vector<u64> places = integers(addresses);
+    check(ToStage ? "gather" : "scatter", rows, places);
     py::gil_scoped_release free;
     move_rows<ToStage>(rows, places, threads);
 }
@@ -65,15 +74,20 @@ inline void batched_memcpy(py::handle src, py::handle dst, py::handle sizes)
         throw std::invalid_argument("batched_memcpy: " + std::to_string(from.size()) + " src, " +
                                     std::to_string(to.size()) + " dst, " + std::to_string(bytes.size()) +
                                     " sizes: expected as many of each");
+    u64 total = 0;
     for (std::size_t at = 0; at < bytes.size(); ++at) {
         const std::string copy = "batched_memcpy: copy " + std::to_string(at) + ": ";
         if (static_cast<i64>(bytes[at]) < 0)
             throw std::invalid_argument(copy + "size " + std::to_string(static_cast<i64>(bytes[at])) +
                                         ": expected 0 or more");
         for (const u64 address : {from[at], to[at]})
-            if (bytes[at] && (static_cast<i64>(address) <= 0 || address > UINT64_MAX - bytes[at]))
+            if (bytes[at] && !can_be_memory(address, bytes[at]))
                 throw std::invalid_argument(copy + std::to_string(bytes[at]) + " bytes at address " +
                                             std::to_string(static_cast<i64>(address)) + ": no such memory");
+        total += bytes[at];
+        if (total > static_cast<u64>(INT64_MAX))
+            throw std::invalid_argument(copy + "size " + std::to_string(bytes[at]) +
+                                        ": expected all sizes together within 63 bits");
     }
     py::gil_scoped_release free;
     copy_each(from, to, bytes);
@@ -82,7 +96,8 @@ inline void batched_memcpy(py::handle src, py::handle dst, py::handle sizes)
 inline void bind(py::module_ &m)
 {
     py::class_<Buffer>(m, "HostBuffer", py::buffer_protocol())
-        .def(py::init<std::size_t, bool>(), py::arg("nbytes"), py::arg("lock") = true)
+        .def(py::init<std::size_t, bool>(), py::arg("nbytes"), py::arg("lock") = true,
+             py::call_guard<py::gil_scoped_release>())
         .def_property_readonly("address", &Buffer::address)
         .def_property_readonly("nbytes", &Buffer::bytes)
         .def_property_readonly("locked", &Buffer::locked)
@@ -97,9 +112,21 @@ inline void bind(py::module_ &m)
     m.def("batched_memcpy", &batched_memcpy, py::arg("src"), py::arg("dst"), py::arg("sizes"));
     // Never destroyed: another thread may still free what it has when the process ends.
     static Allocations *const pinned = new Allocations;
-    m.def("alloc_pinned_ptr", [](i64 size, i64) { return pinned->alloc(size); }, py::arg("size"),
-          py::arg("device_id") = 0);
-    m.def("free_pinned_ptr", [](u64 ptr) { pinned->free(ptr); }, py::arg("ptr"));
+    m.def("alloc_pinned_ptr", [](i64 size, i64) {
+        if (size < 1)
+            throw std::invalid_argument("alloc_pinned_ptr: size=" + std::to_string(size) + ": expected 1 byte or more");
+        std::unique_ptr<Buffer> made;
+        {
+            const py::gil_scoped_release free; // locking what is large takes seconds
+            made = std::make_unique<Buffer>(static_cast<std::size_t>(size), true);
+        }
+        return pinned->keep(std::move(made));
+    }, py::arg("size"), py::arg("device_id") = 0);
+    m.def("free_pinned_ptr", [](u64 ptr) {
+        std::unique_ptr<Buffer> taken = pinned->take(ptr); // known to nobody before it is gone
+        const py::gil_scoped_release free;
+        taken.reset();
+    }, py::arg("ptr"));
 }
 
 } // namespace lmchost

@@ -2,9 +2,11 @@
 #ifndef LMCACHE_HOST_BUFFER_H
 #define LMCACHE_HOST_BUFFER_H
 
+#include <cerrno>
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
+#include <cstring>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -20,6 +22,28 @@ using i64 = std::int64_t;
 using u64 = std::uint64_t;
 
 constexpr std::size_t kAlignment = std::size_t(2) << 20; // a huge page: also more than any DMA engine asks for
+
+// Whether an address can be the beginning of so many bytes of this process: its memory lies in the lower half.
+inline bool can_be_memory(u64 address, u64 bytes)
+{
+    const u64 end = static_cast<u64>(INT64_MAX);
+    return address && address <= end && bytes <= end - address;
+}
+
+// The system has no memory to give; MemoryError in Python.
+class NoMemory : public std::bad_alloc {
+public:
+    NoMemory(std::size_t bytes, int why)
+        : text_("HostBuffer: " + std::to_string(bytes) + " bytes: " + std::strerror(why) +
+                "; ask for less, or free memory of the host")
+    {
+    }
+
+    const char *what() const noexcept override { return text_.c_str(); }
+
+private:
+    std::string text_;
+};
 
 // Whether all of it is locked now. What was locked of a range that cannot be locked whole is let go again.
 inline bool lock_memory(u64 address, std::size_t bytes)
@@ -44,7 +68,7 @@ public:
         mapped_ = rounded + kAlignment;
         base_ = mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         if (base_ == MAP_FAILED)
-            throw std::bad_alloc();
+            throw NoMemory(bytes, errno);
         const auto start = reinterpret_cast<std::uintptr_t>(base_);
         address_ = (start + kAlignment - 1) / kAlignment * kAlignment;
         madvise(reinterpret_cast<void *>(address_), rounded, MADV_HUGEPAGE); // a wish: plain pages do as well
@@ -67,21 +91,18 @@ private:
     bool locked_ = false;
 };
 
-// Buffers that are known by their address until they are freed: the contract's alloc_pinned_ptr and free_pinned_ptr.
+// Buffers that are known by their address until they are taken out again.
 class Allocations {
 public:
-    u64 alloc(i64 bytes)
+    u64 keep(std::unique_ptr<Buffer> made)
     {
-        if (bytes < 1)
-            throw std::invalid_argument("alloc_pinned_ptr: size=" + std::to_string(bytes) + ": expected 1 byte or more");
-        auto made = std::make_unique<Buffer>(static_cast<std::size_t>(bytes), true);
         const u64 address = made->address();
         const std::lock_guard<std::mutex> mine(lock_);
         live_[address] = std::move(made);
         return address;
     }
 
-    void free(u64 address)
+    std::unique_ptr<Buffer> take(u64 address)
     {
         const std::lock_guard<std::mutex> mine(lock_);
         const auto found = live_.find(address);
@@ -91,7 +112,9 @@ public:
             throw std::invalid_argument("free_pinned_ptr: pointer " + std::string(text) +
                                         ": it is not allocated, or freed already");
         }
+        std::unique_ptr<Buffer> taken = std::move(found->second);
         live_.erase(found);
+        return taken;
     }
 
 private:

@@ -6,6 +6,7 @@ behind a tensor, so transfers of torch tensors do not come here.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +39,11 @@ class TensorPages:
     first: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("handle", "page_bytes", "stride", "first"):
+            # Python's own integers: those of numpy are cut off silently where they overflow.
+            object.__setattr__(self, name, operator.index(getattr(self, name)))
+        if not 0 <= self.handle < 1 << 64:
+            raise ValueError(f"TensorPages: handle={self.handle}: expected an address of 64 bits")
         if self.page_bytes < 1 or self.stride < self.page_bytes or self.first < 0:
             raise ValueError(
                 f"TensorPages: page_bytes={self.page_bytes}, stride={self.stride}, first={self.first}: expected a page"
@@ -58,11 +64,14 @@ class TensorPages:
         self._move(runtime.native().nrt_write, ids, hosts)
 
     def _move(self, call: Any, ids: Sequence[int], hosts: Sequence[int]) -> None:
-        bad = next((block for block in ids if block < 0), None)
-        if bad is not None:
-            raise ValueError(f"block id {bad}: expected 0 or more")
-        offsets = [self.first + block * self.stride for block in ids]
+        blocks = [operator.index(block) for block in ids]
+        offsets = [self.first + block * self.stride for block in blocks]
+        for block, offset in zip(blocks, offsets, strict=True):
+            if block < 0:
+                raise ValueError(f"block id {block}: expected 0 or more")
+            if offset + self.page_bytes >= 1 << 63:
+                raise ValueError(f"block id {block}: its page begins at {offset}: no tensor is as large")
         try:
-            call(self.handle, offsets, hosts, self.page_bytes)
+            call(self.handle, offsets, [operator.index(host) for host in hosts], self.page_bytes)
         except RuntimeError as exc:
             raise DeviceError(str(exc)) from exc

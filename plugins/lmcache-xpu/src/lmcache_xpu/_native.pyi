@@ -3,7 +3,8 @@
 ``queue`` is the address of an in-order ``sycl::queue``, as torch's ``sycl_queue`` has it. What the runtime refuses
 raises the class of ``set_errors`` (RuntimeError until then), operands that do not fit the KV format its other class
 (ValueError until then), numbers out of range ValueError: whatever is raised, nothing was queued. Calls that may block
-release the GIL. All are thread-safe.
+release the GIL. All are thread-safe. Addresses may be given as signed numbers, as int64 tensors have them. Once SYCL
+was used, a forked process is refused.
 
 ``Table`` is a list of integers, or ``(address, count)`` of int64 that the device can read and nobody else looks at.
 """
@@ -29,7 +30,9 @@ def queue_device(queue: int) -> str: ...
 def usm_alloc(queue: int, bytes: int, kind: Kind) -> int:
     """Page-aligned memory of the queue's context; its contents are anything."""
 
-def usm_free(queue: int, address: int) -> None: ...
+def usm_free(address: int) -> None:
+    """Once, and only what ``usm_alloc`` gave; its queue may be gone."""
+
 def usm_kind(queue: int, address: int) -> str:
     """A ``Kind``, or "unknown" for memory that is not of the queue's context."""
 
@@ -71,7 +74,7 @@ def stall(queue: int, seconds: float) -> int:
 
 def release(ticket: int) -> None: ...
 def kernel_origin(queue: int) -> str:
-    """Where the kernel came from: "spirv", "source", or "" before it is needed."""
+    """Where the kernel came from: "ahead" where icpx compiled it, "spirv", "source", or "" before it is needed."""
 
 def kernels_from(way: str) -> None:
     """For tests: kernels from now on are had one way only; "" is as always."""

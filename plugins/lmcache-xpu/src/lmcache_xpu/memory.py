@@ -1,22 +1,21 @@
 """Host memory as USM, which the device reads and writes as it is: the pinned allocators of the contract, and an
-allocator of tensors over one such buffer."""
+allocator of memory objects over one such buffer."""
 
 from __future__ import annotations
 
 import ctypes
 import operator
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
-from lmcache.errors import DeviceError
 from lmcache.logging import info_once, init_logger
-from lmcache.v1.memory.range_allocator import RangeAllocator
+from lmcache.v1.memory.allocators import ALIGNMENT, TensorMemoryAllocator
+from lmcache.v1.memory.arena import Arena
 from lmcache_xpu import native, runtime
 
-__all__ = ["ALLOCATORS", "XPUMemoryAllocator"]
+__all__ = ["ALLOCATORS", "XPUMemoryAllocator", "usm_arena"]
 
 logger = init_logger(__name__)
 
@@ -25,7 +24,6 @@ logger = init_logger(__name__)
 class _Block:
     op: str
     size: int
-    queue: int
 
 
 _live: dict[int, _Block] = {}
@@ -34,13 +32,12 @@ _lock = threading.Lock()
 
 def _alloc(op: str, size: int, device: Any) -> int:
     size = operator.index(size)
-    if size < 1:
-        raise ValueError(f"{op}: size={size}: expected 1 byte or more")
-    queue = runtime.current_queue(device)
-    ptr = int(native.load().usm_alloc(queue, size, "host"))
+    if not 0 < size < 1 << 63:
+        raise ValueError(f"{op}: size={size}: expected 1 byte or more, and a number of 63 bits")
+    ptr = int(native.load().usm_alloc(runtime.current_queue(device), size, "host"))
     ctypes.memset(ptr, 0, size)
     with _lock:
-        _live[ptr] = _Block(op, size, queue)
+        _live[ptr] = _Block(op, size)
     return ptr
 
 
@@ -54,7 +51,7 @@ def _free(op: str, ptr: int, size: int | None) -> None:
         if size and operator.index(size) != found.size:
             raise ValueError(f"{op}: pointer {ptr:#x}: size={size}: {found.size} bytes were asked for")
         del _live[ptr]
-    native.load().usm_free(found.queue, ptr)
+    native.load().usm_free(ptr)
 
 
 # The signatures are the contract's, and callers pass by position.
@@ -94,59 +91,38 @@ ALLOCATORS: dict[str, Callable[..., Any]] = {
 """Ops of the contract by their names."""
 
 
-class XPUMemoryAllocator:
-    """Tensors in one buffer of USM host memory: the device copies to and from them without staging.
+def usm_arena(size: int, device: Any = None) -> Arena:
+    """USM host memory for allocators of memory objects, such as ``PagedTensorMemoryAllocator``.
 
-    Thread-safe. Work on a tensor must be done before it is freed; ``close`` frees the buffer, tensors or not.
+    It goes with the last object in it; not at the end of the process, where the runtime may be gone already.
+
+    Args:
+        size: Bytes.
+        device: The device whose context owns it; None: the current one.
+
+    Raises:
+        ValueError: A size that makes no sense.
+        DeviceError: There is no such memory.
+    """
+    address = _alloc("usm_arena", size, device)
+    return Arena(size, address, lambda: _free("usm_arena", address, None))
+
+
+class XPUMemoryAllocator(TensorMemoryAllocator):
+    """Memory objects in one buffer of USM host memory: the device copies to and from them without staging.
+
+    See ``TensorMemoryAllocator``. Work of the device on an object must be done before its last holder goes.
     """
 
-    def __init__(self, size: int, device: Any = None, alignment: int = 4096) -> None:
+    def __init__(self, size: int, align_bytes: int = ALIGNMENT, device: Any = None) -> None:
         """
         Args:
             size: Bytes of the buffer.
+            align_bytes: Of every object; a power of two.
             device: The device whose context owns it; None: the current one.
-            alignment: Of every tensor; a power of two.
 
         Raises:
             ValueError: A size or alignment that makes no sense.
             DeviceError: There is no such memory.
         """
-        self._ranges = RangeAllocator(size, alignment)
-        self._lock = threading.Lock()
-        self._base = _alloc("alloc_pinned_ptr", size, device)
-        self._memory = (ctypes.c_uint8 * size).from_address(self._base)
-
-    def allocate(self, shape: Sequence[int], dtype: Any) -> Any:
-        """A contiguous tensor whose contents are anything, or None where there is no room.
-
-        Raises:
-            ValueError: It would have no bytes.
-            DeviceError: The allocator is closed.
-        """
-        import torch
-
-        nbytes = prod(shape) * dtype.itemsize
-        with self._lock:
-            if not self._base:
-                raise DeviceError("XPUMemoryAllocator: it is closed")
-            offset = self._ranges.allocate(nbytes)
-        if offset is None:
-            return None
-        flat = torch.frombuffer(self._memory, dtype=torch.uint8, count=nbytes, offset=offset)
-        return flat.view(dtype).view(tuple(shape))
-
-    def free(self, tensor: Any) -> None:
-        """Give a tensor's memory back.
-
-        Raises:
-            ValueError: It is none of this allocator's, or freed already.
-        """
-        with self._lock:
-            self._ranges.free(tensor.data_ptr() - self._base)
-
-    def close(self) -> None:
-        """Free the buffer. Closing twice is allowed."""
-        with self._lock:
-            base, self._base = self._base, 0
-        if base:
-            _free("free_pinned_ptr", base, None)
+        super().__init__(usm_arena(size, device), align_bytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import os
 import sys
 import threading
 from pathlib import Path
@@ -45,12 +46,22 @@ def load() -> Any:
 def _open_runtime() -> None:
     """Have the runtime in the process, so that the module finds it by its name, wherever it is.
 
-    torch for XPU has loaded it already. Without that it is looked for where pip puts it; if it is not there either,
-    the loader's own search decides.
+    torch for XPU has loaded it already: then that one, and never a second one of another folder. Else it is looked
+    for where pip puts it; if it is not there either, the loader's own search decides.
     """
+    if _is_loaded():
+        return
     path = Path(sys.prefix, "lib", RUNTIME)
     if path.is_file():
         try:
             ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
         except OSError as exc:
             raise DeviceError(f"{path} cannot be loaded: {exc}; reinstall intel-sycl-rt") from exc
+
+
+def _is_loaded() -> bool:
+    try:
+        ctypes.CDLL(RUNTIME, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    except OSError:
+        return False
+    return True

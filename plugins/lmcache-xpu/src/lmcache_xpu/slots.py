@@ -102,7 +102,9 @@ def single_layer_kv_transfer(
 ) -> None:
     op = "single_layer_kv_transfer"
     row = checked_row(op, format, LAYER_FORMATS)
-    if not _one_layer(op, row, lmc, [paged], slots, direction, token_major):
+    apart = row.is_kv_list and isinstance(paged, (list, tuple))
+    nested = [[part] for part in paged] if apart else [paged]
+    if not _one_layer(op, row, lmc, nested, slots, direction, token_major):
         torch_ops.single_layer_kv_transfer(lmc, paged, slots, direction, format, token_major)
 
 

@@ -20,7 +20,7 @@ class XpuDeviceSpec(DeviceSpec):
     Inter-process memory and events are not offered, and so neither is lmcache-driven mode: see docs/devices/xpu.md.
     """
 
-    plugin_api: ClassVar[tuple[int, int]] = (1, 0)
+    plugin_api: ClassVar[tuple[int, int]] = (1, 1)
 
     @property
     def device_type(self) -> str:
@@ -57,6 +57,15 @@ class XpuDeviceSpec(DeviceSpec):
         from lmcache_xpu.ops import XpuDeviceOps
 
         return XpuDeviceOps
+
+    def create_gpu_connector(
+        self, config: Any, metadata: Any, engine: Any, layout_hints: Any = None
+    ) -> Any | None:
+        """The core's connectors by this wheel's names; None, which leaves it to the core, for any other engine."""
+        from lmcache.v1.gpu_connector.vendor import vendor_connector
+        from lmcache_xpu.connectors import CLASSES
+
+        return vendor_connector(self, CLASSES, config, metadata, engine, layout_hints)
 
     def get_stream_handle(self, stream: Any) -> int:
         from lmcache_xpu.runtime import queue_handle

@@ -105,7 +105,12 @@ def record_event_on_stream(
         if len(_noted) > _MOST_EVENTS:
             del _noted[next(iter(_noted))]
             warn_once(logger, "events", "events of streams are lost: %d wait to be drained", _MOST_EVENTS)
-    native.load().record(stream, _EVENTS, str(number), b"")
+    try:
+        native.load().record(stream, _EVENTS, str(number), b"")
+    except BaseException:
+        with _lock:
+            _noted.pop(number, None)
+        raise
 
 
 def drain_recorded_events() -> list[tuple[str, str, float, dict[str, str], dict[str, int]]]:

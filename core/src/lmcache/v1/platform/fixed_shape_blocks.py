@@ -23,10 +23,10 @@ from lmcache.v1.platform.fixed_shapes import (
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["transfer"]
+__all__ = ["PagePlane", "leaves", "page_planes", "transfer"]
 
 
-class _PagePlane(NamedTuple):
+class PagePlane(NamedTuple):
     """K or V of one layer; ``column`` is its first element in a slot's row of an object."""
 
     pages: torch.Tensor
@@ -53,7 +53,7 @@ def transfer(
     way = int(direction)
     row = kv_format(engine_kv_format)
     with torch.inference_mode():
-        planes = _planes(row, paged)
+        planes = page_planes(row, paged)
         if planes is None or way not in (0, 1) or not _as_described(row, planes, desc):
             return False
         blocks = _blocks(block_ids, chunk_size, desc.bs, skip, len(objects), planes[0].pages.shape[0])
@@ -78,15 +78,15 @@ def transfer(
 # ------------------------------------------------------------------------------------------------ what is given
 
 
-def _planes(row: KVFormat, paged: Any) -> list[_PagePlane] | None:
+def page_planes(row: KVFormat, paged: Any) -> list[PagePlane] | None:
     """All planes as ``[NB, BS, NH, W]``, views of the pages; None if the structure is not as the row says."""
     if not row.is_block_addressable:
         return None
     if row.depth == 0 and isinstance(paged, (list, tuple)) and len(paged) == 1:
         paged = paged[0]
-    found: list[_PagePlane] = []
+    found: list[PagePlane] = []
     columns: dict[tuple[int, int], int] = {}
-    for at, tensor in _leaves(paged, row.dims.levels, {}):
+    for at, tensor in leaves(paged, row.dims.levels, {}):
         if tensor is None or tensor.device.type == "cpu":
             return None
         view = canonical_view(row, tuple(tensor.shape), tuple(tensor.stride()))
@@ -99,12 +99,12 @@ def _planes(row: KVFormat, paged: Any) -> list[_PagePlane] | None:
                 layer, plane = at.get("NL", step), at.get("2", kv)
                 column = columns.get((layer, plane), 0)
                 columns[layer, plane] = column + view.shape[3] * view.shape[4]
-                found.append(_PagePlane(pages, layer, plane, column))
+                found.append(PagePlane(pages, layer, plane, column))
     alike = {(plane.pages.dtype, plane.pages.device, tuple(plane.pages.shape[:3])) for plane in found}
     return found if len(alike) == 1 else None
 
 
-def _leaves(node: Any, levels: tuple[str, ...], at: dict[str, int]) -> Iterator[tuple[dict[str, int], Any]]:
+def leaves(node: Any, levels: tuple[str, ...], at: dict[str, int]) -> Iterator[tuple[dict[str, int], Any]]:
     """The tensors with their position per level; None in the place of anything else."""
     if not levels:
         yield at, node if hasattr(node, "as_strided") else None
@@ -112,10 +112,10 @@ def _leaves(node: Any, levels: tuple[str, ...], at: dict[str, int]) -> Iterator[
         yield at, None
     else:
         for index, child in enumerate(node):
-            yield from _leaves(child, levels[1:], {**at, levels[0]: index})
+            yield from leaves(child, levels[1:], {**at, levels[0]: index})
 
 
-def _as_described(row: KVFormat, planes: list[_PagePlane], desc: Any) -> bool:
+def _as_described(row: KVFormat, planes: list[PagePlane], desc: Any) -> bool:
     """Whether descriptor and tensors tell one story, with rows of one width in all layers."""
     first = planes[0].pages
     widths: dict[tuple[int, int], int] = {}
@@ -151,7 +151,7 @@ def _blocks(
     return [_Block(ids[at], *divmod(at, per_object)) for at in range(skip, len(ids))]
 
 
-def _chunk(obj: Any, row: KVFormat, planes: list[_PagePlane], desc: Any) -> Any:
+def _chunk(obj: Any, row: KVFormat, planes: list[PagePlane], desc: Any) -> Any:
     """An object as ``[KV, NL, slots, row]`` in the pages' type; None if it is not such a one."""
     import torch
 
@@ -184,7 +184,7 @@ def _holds(chunk: Any, block: _Block, block_size: int) -> bool:
 
 def _on_device(
     mover: FixedShapeMover,
-    planes: list[_PagePlane],
+    planes: list[PagePlane],
     chunk: torch.Tensor,
     blocks: list[_Block],
     block_size: int,
@@ -205,7 +205,7 @@ def _on_device(
                 plane.pages.index_copy_(0, ids, mine.index_select(0, places))
 
 
-def _object_blocks(chunk: torch.Tensor, plane: _PagePlane, block_size: int) -> torch.Tensor:
+def _object_blocks(chunk: torch.Tensor, plane: PagePlane, block_size: int) -> torch.Tensor:
     """The plane's part of an object as ``[blocks, BS, NH, W]``."""
     heads, width = plane.pages.shape[2:]
     part = chunk[plane.kv, plane.layer]
@@ -216,7 +216,7 @@ def _object_blocks(chunk: torch.Tensor, plane: _PagePlane, block_size: int) -> t
 
 def _through_the_stage(
     mover: FixedShapeMover,
-    planes: list[_PagePlane],
+    planes: list[PagePlane],
     chunks: dict[int, Any],
     blocks: list[_Block],
     block_size: int,
@@ -231,7 +231,7 @@ def _through_the_stage(
 
 
 def _host_plane(
-    plane: _PagePlane, chunks: dict[int, Any], blocks: list[_Block], block_size: int, slot: int, item: int
+    plane: PagePlane, chunks: dict[int, Any], blocks: list[_Block], block_size: int, slot: int, item: int
 ) -> Plane:
     hidden = plane.pages.shape[2] * plane.pages.shape[3]
     starts = {

@@ -1,4 +1,4 @@
-"""Ops of a device that compiles a graph per shape: blocks in fixed shapes, and torch's ops with an end of the step."""
+"""Ops of a device that compiles a graph per shape: blocks and slots in fixed shapes, an end of the step after all."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 
 __all__ = ["FixedShapeOps"]
 
+_BY_SLOT = {"multi_layer_kv_transfer": "multi_layer", "single_layer_kv_transfer": "single_layer"}
+"""Ops that ``fixed_shape_slots`` serves where the object is in host memory; torch's otherwise."""
 _ENDS_A_STEP = (
-    "multi_layer_kv_transfer",
+    *_BY_SLOT,
     "multi_layer_kv_transfer_unilateral",
-    "single_layer_kv_transfer",
     "single_layer_kv_transfer_sgl",
     "load_and_reshape_flash",
     "reshape_and_cache_back_flash",
@@ -37,7 +38,7 @@ class FixedShapeOps(DeviceOps):
     """See :class:`DeviceOps`. A subclass says what its device needs. Addresses of device memory are not taken."""
 
     def _mover(self) -> FixedShapeMover | None:
-        """What moves blocks; None leaves them to torch, in shapes that follow the request."""
+        """What moves blocks and slots; None leaves them to torch, in shapes that follow the request."""
         return None
 
     def _end_step(self) -> None:
@@ -74,9 +75,9 @@ class FixedShapeOps(DeviceOps):
         self._end_step()
 
 
-def _ending_a_step(op: Callable[..., Any]) -> Callable[..., Any]:
+def _ending_a_step(op: Callable[..., Any], by_slot: str = "") -> Callable[..., Any]:
     def call(self: FixedShapeOps, *args: Any, **kwargs: Any) -> Any:
-        answer = op(*args, **kwargs)
+        answer = None if _in_fixed_shapes(self, by_slot, args, kwargs) else op(*args, **kwargs)
         self._end_step()
         return answer
 
@@ -85,5 +86,14 @@ def _ending_a_step(op: Callable[..., Any]) -> Callable[..., Any]:
     return takes("tensors")(call)
 
 
+def _in_fixed_shapes(ops: FixedShapeOps, by_slot: str, args: Any, kwargs: Any) -> bool:
+    mover = ops._mover() if by_slot else None
+    if mover is None:
+        return False
+    from lmcache.v1.platform import fixed_shape_slots
+
+    return bool(getattr(fixed_shape_slots, by_slot)(mover, *args, **kwargs))
+
+
 for _name in _ENDS_A_STEP:
-    setattr(FixedShapeOps, _name, _ending_a_step(getattr(torch_ops, _name)))
+    setattr(FixedShapeOps, _name, _ending_a_step(getattr(torch_ops, _name), _BY_SLOT.get(_name, "")))

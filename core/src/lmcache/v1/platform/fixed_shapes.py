@@ -23,7 +23,7 @@ __all__ = ["DEFAULT_SIZES", "FixedShapeMover", "HostStage", "Plane", "batches", 
 
 DEFAULT_SIZES = (8, 32, 128)
 STAGE_BYTES = 64 << 20
-_MOST_SIZES = 16
+_MOST_SIZES, _MOST_DIGITS = 16, 5  # of blocks: a batch is a stage in host memory, and a list in Python
 
 
 class HostStage(Protocol):
@@ -63,12 +63,12 @@ def parse_sizes(source: str, text: str) -> tuple[int, ...]:
     """Sizes of batches from a setting such as ``8,32,128``; nothing is the default.
 
     Raises:
-        ConfigError: Not increasing positive integers, or more than 16.
+        ConfigError: Not increasing positive integers of at most 5 digits, or more than 16.
     """
     if not text.strip():
         return DEFAULT_SIZES
     parts = [part.strip() for part in text.split(",")]
-    sizes = tuple(int(part) for part in parts if part.isascii() and part.isdecimal())
+    sizes = tuple(int(p) for p in parts if p.isascii() and p.isdecimal() and len(p) <= _MOST_DIGITS)
     rises = all(one < other for one, other in zip((0, *sizes), sizes, strict=False))
     if len(sizes) != len(parts) or not rises or len(sizes) > _MOST_SIZES:
         expected = f"at most {_MOST_SIZES} rising numbers of blocks, such as 8,32,128"
@@ -154,6 +154,7 @@ class FixedShapeMover:
             return
         kept = range(len(ids)) if to_host else last_of_each(ids)
         with self._lock, torch.inference_mode():
+            self._end_step()  # what was queued before is a graph of its own, or ours would be compiled anew behind it
             for form, alike in groupby(planes, key=lambda plane: plane.form):
                 self._move_alike(list(alike), form, ids, kept, to_host)
 

@@ -58,7 +58,9 @@ def on_host(values: Sequence[int]) -> Table:
 
 def on_device(tensor: Any) -> Table:
     """A table that is in device memory: a contiguous int64 tensor, which nobody waits for."""
-    return Table(tensor.data_ptr(), None, tensor.numel())
+    table = Table(tensor.data_ptr(), None, tensor.numel())
+    table.tensor = tensor  # one that was made for the call must be there until it is queued
+    return table
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """Blocks between pages and chunks in host memory.
 
-What moves is settled per span in ``_host_jobs.py``, once for all planes; here the planes are shared out.
+What moves is settled per span in ``_host_jobs.py``, once for all planes; here the planes are shared out, those of a
+layer together: where K and V lie side by side in a page, the second finds in the cache what came with the first.
 
 Threads are plain ones and torch is kept in each of them: its OpenMP threads wait for each other at the end of
 every copy, and with another process on the machine that fell to 0.05.
@@ -9,10 +10,10 @@ every copy, and with another process on the machine that fell to 0.05.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, TypeAlias
 
 from lmcache.v1.platform.torch_ops._host_jobs import Job, jobs_of
 from lmcache.v1.platform.torch_ops._paged import PlaneGroup
@@ -30,11 +31,8 @@ _THREADED = 8 << 20
 _MAX_THREADS = 4
 
 
-class _Unit(NamedTuple):
-    """What a thread does at once: some spans in one plane."""
-
-    jobs: Sequence[Job]
-    at: int
+_Unit: TypeAlias = Sequence[tuple[Job, int]]
+"""What a thread does at once: jobs of one layer, each in one plane."""
 
 
 def copy_blocks(
@@ -51,31 +49,29 @@ def copy_blocks(
     """
     import torch
 
-    units: list[_Unit] = []
-    total = 0
+    layers: dict[int, list[tuple[Job, int]]] = {}
     with torch.inference_mode():
         for group in groups:
-            if group.shape.page == 0:
-                continue
-            jobs = list(jobs_of(group, work, to_chunk))
-            total += sum(job.nbytes for job in jobs) * len(group.addresses)
-            batches = list(_batches(jobs))
-            units += [_Unit(batch, at) for at in range(len(group.addresses)) for batch in batches]
+            if group.shape.page:
+                jobs = list(jobs_of(group, work, to_chunk))
+                for at in range(len(group.addresses)):
+                    layers.setdefault(group.layer + at, []).extend((job, at) for job in jobs)
+    total = sum(job.nbytes for layer in layers.values() for job, _ in layer)
+    units = [unit for layer in layers.values() for unit in _units(layer)]
     _share(units, _threads() if total >= _THREADED else 1)
 
 
-def _batches(jobs: Iterable[Job]) -> Iterator[list[Job]]:
+def _units(layer: _Unit) -> Iterator[_Unit]:
     """Jobs of about ``_UNIT`` bytes together."""
-    batch: list[Job] = []
+    unit: list[tuple[Job, int]] = []
     held = 0
-    for job in jobs:
-        if batch and held + job.nbytes > _UNIT:
-            yield batch
-            batch, held = [], 0
-        batch.append(job)
+    for job, at in layer:
+        if unit and held + job.nbytes > _UNIT:
+            yield unit
+            unit, held = [], 0
+        unit.append((job, at))
         held += job.nbytes
-    if batch:
-        yield batch
+    yield unit
 
 
 # ------------------------------------------------------------------------------------------------- threads
@@ -111,6 +107,6 @@ def _run(queue: Iterator[_Unit]) -> None:
     import torch
 
     with torch.inference_mode():  # per thread; tensors made in it can only be written in it
-        for jobs, at in queue:
-            for job in jobs:
+        for unit in queue:
+            for job, at in unit:
                 job.copy(at)

@@ -1,0 +1,86 @@
+"""The connector of engines that run LMCache in their process on Gaudi.
+
+It is the core's for whole chunks, with what this device needs: K and V of a layer as a tuple, slots that are looked at
+on the host, and objects in host memory that go through the stage of the ops in fixed shapes, with their step marks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lmcache.errors import LayoutError
+from lmcache.utils import EngineType
+from lmcache.v1.gpu_connector.gpu_connectors import VLLMPagedMemGPUConnectorV2
+from lmcache.v1.gpu_connector.lanes import Lane
+
+__all__ = ["CLASSES", "VLLMPagedMemHPUConnector", "VLLMPagedMemHPUConnectorV2"]
+
+
+class VLLMPagedMemHPUConnectorV2(VLLMPagedMemGPUConnectorV2):
+    """vLLM, all layers of a chunk at once; see ``WholeConnector``.
+
+    A layer is a tensor, or a tuple of K and V, each ``[blocks, slots, heads, size]`` or ``[slots, heads, size]``.
+    """
+
+    def __init__(self, hidden_dim_size: int, num_layers: int, use_gpu: bool = False, **kwargs: Any) -> None:
+        """``use_gpu`` is taken as every connector takes it: the stage is the buffer here, in host memory."""
+        super().__init__(hidden_dim_size, num_layers, False, **kwargs)
+
+    def lane(self, name: str) -> Lane:
+        """On the engine's own stream: in lazy mode what it has queued is on no stream before a step is marked."""
+        lane = super().lane(name)
+        lane.stream = None
+        return lane
+
+    def initialize_kvcaches_ptr(self, **kwargs: Any) -> None:
+        """As the base class.
+
+        Raises:
+            LayoutError: A layer has more than K and V, such as scales of 8-bit floats.
+        """
+        given = kwargs.get("kvcaches")
+        if given is not None:
+            layers = given.values() if isinstance(given, Mapping) else given
+            kwargs["kvcaches"] = [_layer(at, layer) for at, layer in enumerate(layers)]
+        super().initialize_kvcaches_ptr(**kwargs)
+
+    def batched_to_gpu(
+        self,
+        memory_objs: Sequence[Any] | None = None,
+        starts: Sequence[int] | None = None,
+        ends: Sequence[int] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().batched_to_gpu(memory_objs, starts, ends, **_on_host(kwargs))
+
+    def batched_from_gpu(
+        self, memory_objs: Sequence[Any], starts: Sequence[int], ends: Sequence[int], **kwargs: Any
+    ) -> None:
+        super().batched_from_gpu(memory_objs, starts, ends, **_on_host(kwargs))
+
+
+VLLMPagedMemHPUConnector = VLLMPagedMemHPUConnectorV2
+"""Its older name."""
+
+CLASSES: dict[tuple[EngineType, str], type[Any]] = {(EngineType.VLLM, "whole"): VLLMPagedMemHPUConnectorV2}
+"""By engine, and what the configuration asks for."""
+
+
+def _layer(at: int, layer: Any) -> Any:
+    if not isinstance(layer, (list, tuple)):
+        return layer
+    if len(layer) < 2 or any(part is not None for part in layer[2:]):
+        raise LayoutError(
+            f"kvcaches: layer {at} has {len(layer)} tensors: expected K and V; keep the cache in a type without scales"
+        )
+    # Slots of all blocks as one axis are one block of as many slots: a slot has the same number in both.
+    return tuple(part.unsqueeze(0) if part.dim() == 3 else part for part in layer[:2])
+
+
+def _on_host(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Slots on the device would be sliced there: a graph for every start and end."""
+    slots = kwargs.get("slot_mapping")
+    if hasattr(slots, "device") and slots.device.type != "cpu":
+        return {**kwargs, "slot_mapping": slots.cpu()}
+    return kwargs
