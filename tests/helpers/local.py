@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import queue
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -14,6 +16,7 @@ from lmcache.v1.multiprocess.server.metrics import Metrics
 from lmcache.v1.multiprocess.server.service import Service
 from lmcache.v1.protocol import messages as m
 from lmcache.v1.protocol.channel import RequestFailed, Unavailable
+from lmcache.v1.storage.l2.adapter import StorageAdapter
 from lmcache.v1.storage.shm_pool import PAGE, PoolView, table_bytes
 
 
@@ -28,40 +31,86 @@ def pool_view(pages: int) -> PoolView:
 
 
 class LocalServer:
-    """A service with a pool of ``pages`` pages. ``answers`` may be switched off, as by a stopped process."""
+    """A service with a pool of ``pages`` pages. ``answers`` may be switched off, as by a stopped process.
 
-    def __init__(self, pages: int = 256, chunk_size: int = 8, **settings: Any) -> None:
+    Args:
+        adapters: makes the tiers below L1, by name, at each start.
+    """
+
+    def __init__(
+        self,
+        pages: int = 256,
+        chunk_size: int = 8,
+        adapters: Callable[[], Sequence[tuple[str, StorageAdapter]]] = tuple,
+        **settings: Any,
+    ) -> None:
         self._pages = pages
+        self._adapters = adapters
+        self.service: Service | None = None  # type: ignore[assignment]
         self._settings = settings
         self.answers = True
         self.start(chunk_size)
 
     def start(self, chunk_size: int = 0) -> None:
         """Start anew: another epoch, an empty pool."""
+        self.close()
         self.view = pool_view(self._pages)
         self.chunk_size = chunk_size or self.chunk_size
         self.metrics = Metrics()
         config = ServerConfig(l1_size_gb=1, chunk_size=self.chunk_size, **self._settings)
-        self.service = Service(config, self.view, None, self.metrics)
+        self.lock = threading.RLock()  # so that a test that holds it may look as well
+        self.service = Service(
+            config,
+            self.view,
+            None,
+            self.metrics,
+            lock=self.lock,
+            adapters=self._adapters(),  # type: ignore[arg-type]
+        )
+
+    def close(self) -> None:
+        """End the threads of tiers."""
+        if self.service is not None:
+            self.service.store.close(5.0)
 
     def ask(self, request: m.Request, payload: Sequence[bytes] = ()) -> tuple[m.Reply, list[bytes]]:
         """A request as it arrives and the reply as it leaves."""
         arrived = m.request_decoder.decode(m.encode(request))
         late: queue.SimpleQueue[m.Reply] = queue.SimpleQueue()
-        answer = self.service.handle(arrived, [memoryview(frame) for frame in payload], late.put)
-        reply, frames = answer or (late.get(timeout=60), ())
+        with self.lock:
+            answer = self.service.handle(arrived, [memoryview(frame) for frame in payload], late.put)
+        reply, frames = answer or (self._wait_for(late), ())
         return m.reply_decoder.decode(m.encode(reply)), [bytes(frame) for frame in frames]
+
+    def _wait_for(self, late: queue.SimpleQueue[m.Reply]) -> m.Reply:
+        """A late answer, while the loop's clock goes on."""
+        until = time.monotonic() + 60
+        while time.monotonic() < until:
+            try:
+                left = self.service.next_deadline - time.monotonic()
+                return late.get(timeout=min(max(0.0, left), 1.0))
+            except queue.Empty:
+                with self.lock:
+                    self.service.expire(time.monotonic())
+        raise AssertionError("no answer")
 
     def take_back(self) -> None:
         """Every object vanishes, as if all read leases had ended while nobody looked."""
         l1 = self.service.l1
-        for owner_lease in list(l1._reads):
-            l1.release(*owner_lease)
-        l1.clear()
+        with self.lock:
+            for owner_lease in list(l1._reads):
+                l1.release(*owner_lease)
+            l1.clear()
+
+    def clear(self) -> None:
+        """L1 drops what nobody reads or writes."""
+        with self.lock:
+            self.service.l1.clear()
 
     @property
     def usage(self) -> dict[str, int]:
-        return self.service.l1.usage()
+        with self.lock:
+            return self.service.l1.usage()
 
     def left_over(self) -> dict[str, int]:
         """What clients hold: nothing, once all that they began has ended."""
@@ -75,10 +124,11 @@ class LocalServer:
     def objects(self) -> dict[bytes, bytes]:
         """Key and bytes of every published object."""
         data = self.view.data
-        return {
-            key: bytes(data[entry.offset : entry.offset + entry.size])
-            for key, entry in self.service.l1._index.items()
-        }
+        with self.lock:
+            return {
+                entry.key: bytes(data[entry.offset : entry.offset + entry.size])
+                for entry in self.service.l1.entries()
+            }
 
 
 class LocalClient:

@@ -42,6 +42,7 @@ class Rig:
         quick: short time limits.
         mode: the transfer mode; but for engine_driven the pages are torch tensors.
         limits: of ClientOptions, over those.
+        patience: seconds that lookups wait for tiers below L1.
         fields: of the namespaces, besides what tells groups and ranks apart.
     """
 
@@ -61,8 +62,10 @@ class Rig:
         wait: float = 10.0,
         mode: str = "engine_driven",
         limits: dict[str, float] | None = None,
+        patience: float = -1.0,
         **fields: Any,
     ) -> None:
+        self._patience = patience
         options = ClientOptions(shm=shm, **((QUICK if quick else {}) | (limits or {})))
         mine = range(ranks) if only is None else [only]
         fields = {"block_size": BLOCK, "page_bytes": (256, 384)} | fields
@@ -175,6 +178,7 @@ class Rig:
             lease=lease,
             hashes=b"".join(hashes),
             start=start,
+            wait=self._patience,
         )
         found = expect(m.Found, self.scheduler.call(message)[0])
         self._hits[request] = (lease, start, found)

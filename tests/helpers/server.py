@@ -154,9 +154,10 @@ class RunningServer:
 
 
 @contextmanager
-def running_server(*flags: str, l1_gb: float = 0.05) -> Iterator[RunningServer]:
-    """A server with ``flags`` on free ports. It need not live to the end of the block."""
-    command = [*COMMAND, "server", "--l1-size-gb", str(l1_gb), "--port", "0", "--http-port", "0"]
+def running_server(*flags: str, l1_gb: float = 0.05, prefix: Sequence[str] = ()) -> Iterator[RunningServer]:
+    """A server with ``flags`` on free ports. It need not live to the end of the block. ``prefix`` is a command that
+    becomes the one it is given."""
+    command = [*prefix, *COMMAND, "server", "--l1-size-gb", str(l1_gb), "--port", "0", "--http-port", "0"]
     command += ["--format", "json", *flags]
     with tempfile.TemporaryDirectory(prefix="lmc-") as folder:
         log = Path(folder, "stderr")

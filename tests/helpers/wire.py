@@ -52,15 +52,19 @@ def requests_of(session: str) -> st.SearchStrategy[m.Request]:
     owned = {"session": sessions, "lease": integers}
     span = {"index": integers, "offset": integers}
     chain = {"request": names, "hashes": digests, "known": integers, "start": integers}
+    waits = st.one_of(st.sampled_from([-1.0, 0.0, 0.01]), st.floats())
+    accounts = st.one_of(st.just(""), st.just("0123456789abcdef"), texts)
+    chain |= {"wait": waits, "account": accounts}
+    tiers = st.none() | st.lists(st.sampled_from(["l1", "disk", ""]), max_size=2)
     who = {"role": roles, "engine": engines, "rank": integers, "ranks": integers, "client": texts}
     return st.one_of(
         st.builds(m.Hello, protocol_min=integers, protocol_max=integers, **who),
         st.builds(m.Ping, session=sessions),
         st.builds(m.Register, session=sessions, namespaces=namespaces, mapped=st.booleans(), device=exports),
         st.builds(m.Lookup, **owned, **chain),
-        st.builds(m.Reserve, **owned, hashes=st.lists(digests, max_size=2)),
+        st.builds(m.Reserve, **owned, hashes=st.lists(digests, max_size=2), account=accounts),
         st.builds(m.Write, **owned, **span),
-        st.builds(m.Commit, **owned, indexes=few),
+        st.builds(m.Commit, **owned, indexes=few, wait=waits),
         st.builds(
             m.DeviceStore,
             **owned,
@@ -76,6 +80,18 @@ def requests_of(session: str) -> st.SearchStrategy[m.Request]:
         st.builds(m.EndRequest, session=sessions, requests=st.lists(names, max_size=3)),
         st.builds(m.Query, hashes=digests),
         st.builds(m.Status),
+        st.builds(m.Clear, tiers=tiers, account=st.none() | accounts, force=st.booleans()),
+        st.builds(
+            m.ListObjects,
+            tier=st.sampled_from(["l1", "l1", "fault", "x"]),
+            after=st.binary(max_size=70),
+            limit=integers,
+            account=st.none() | accounts,
+        ),
+        st.builds(m.Hold, hashes=digests, on=st.booleans()),
+        st.builds(m.Warm, hashes=digests, account=accounts, wait=waits),
+        st.builds(m.SetQuota, account=accounts, limit_bytes=st.none() | integers),
+        st.builds(m.Quotas),
     )
 
 

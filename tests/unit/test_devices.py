@@ -55,7 +55,7 @@ def devices(pinned: list[Any] | None = None) -> Devices:
     l1 = SimpleNamespace(pin_entries=held.extend, unpin_entries=lambda entries: held.clear())
     counter = SimpleNamespace(inc=lambda n: None)
     metrics = SimpleNamespace(device_loaded=counter)
-    return Devices(None, l1, threading.Lock(), metrics)  # type: ignore[arg-type]
+    return Devices(None, l1, threading.Lock(), metrics, lambda keys: None)  # type: ignore[arg-type]
 
 
 def test_each_group_of_a_share_goes_to_its_own_blocks(sides: list[Side]) -> None:

@@ -149,7 +149,9 @@ def test_what_another_program_made_is_never_replaced(content: bytes, path: Path)
     assert path.read_bytes() == content
 
 
-@pytest.mark.parametrize("make", [Path.mkdir, lambda path: path.symlink_to("/nonexistent"), os.mkfifo])
+@pytest.mark.parametrize(
+    "make", [Path.mkdir, lambda path: path.symlink_to(f"{path}-is-not-there"), os.mkfifo]
+)
 def test_what_is_no_file_is_never_replaced(make: Any, path: Path) -> None:
     make(path)
     try:
