@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -38,6 +39,14 @@ def settle(condition: Callable[[], bool], what: str) -> None:
     while not condition():
         assert time.monotonic() < until, f"not within {DEADLINE} s: {what}"
         time.sleep(0.002)
+
+
+def engine_threads() -> list[str]:
+    """Threads of engines; those that copy for everybody ("blocks", "copy") stay as long as the process."""
+    names = [t.name for t in threading.enumerate() if t.is_alive()]
+    return [
+        n for n in names if n.startswith("lmcache") and not n.startswith(("lmcache-blocks", "lmcache-copy"))
+    ]
 
 
 class Rig:

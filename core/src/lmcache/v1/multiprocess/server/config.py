@@ -130,6 +130,40 @@ class ServerConfig(msgspec.Struct, kw_only=True, frozen=True):
         Raises:
             ConfigError: one line that names the flag, its value, what was expected and the remedy.
         """
+        self._check_addresses()
+        if not 0 < self.l1_size_gb <= _MAX_L1_GIB:
+            raise ConfigError(
+                f"--l1-size-gb {self.l1_size_gb:g}: expected a positive number of GiB, e.g. --l1-size-gb 10"
+            )
+        if self.l1_bytes < _MIN_L1_BYTES:
+            least = f"{_MIN_L1_BYTES / 2**30:g} GiB (1 MiB)"
+            raise ConfigError(f"--l1-size-gb {self.l1_size_gb:g}: expected at least {least}")
+        self._check_eviction(policies, hint)
+        if not 0 < self.chunk_size <= _MAX_CHUNK or self.chunk_size % _GRANULE:
+            raise ConfigError(
+                f"--chunk-size {self.chunk_size}: expected a multiple of {_GRANULE} tokens up to {_MAX_CHUNK}, or no"
+                " engine's block size divides it; e.g. 256"
+            )
+        mode = MPTransferMode.parse(self.supported_transfer_mode, source="--supported-transfer-mode")
+        if mode is MPTransferMode.LMCACHE_DRIVEN and importlib.util.find_spec("torch") is None:
+            raise ConfigError(
+                "--supported-transfer-mode lmcache_driven: needs torch, which is not installed here;"
+                " pip install lmcache[cpu] or a device wheel, or use engine_driven"
+            )
+        self._check_shm()
+        if not 0 <= self.push_limit_gb <= self.l1_size_gb:
+            raise ConfigError(
+                f"--push-limit-gb {self.push_limit_gb:g}: expected 0 (half of L1) to --l1-size-gb {self.l1_size_gb:g}"
+            )
+        if self.peer_transport not in PEER_TRANSPORTS:
+            raise ConfigError(
+                f"--peer-transport {self.peer_transport!r}: expected one of {', '.join(PEER_TRANSPORTS)}"
+            )
+        if not self.session_timeout >= 5:
+            raise ConfigError(f"--session-timeout {self.session_timeout:g}: expected at least 5 seconds")
+        self._check_tiers()
+
+    def _check_addresses(self) -> None:
         for name, port in (("--port", self.port), ("--http-port", self.http_port)):
             if not 0 <= port <= 65535:
                 raise ConfigError(f"{name} {port}: expected 0..65535 (0 picks a free port)")
@@ -140,13 +174,8 @@ class ServerConfig(msgspec.Struct, kw_only=True, frozen=True):
                 raise ConfigError(
                     f"{name} {host!r}: expected an address of this host, e.g. 127.0.0.1 or 0.0.0.0"
                 )
-        if not 0 < self.l1_size_gb <= _MAX_L1_GIB:
-            raise ConfigError(
-                f"--l1-size-gb {self.l1_size_gb:g}: expected a positive number of GiB, e.g. --l1-size-gb 10"
-            )
-        if self.l1_bytes < _MIN_L1_BYTES:
-            least = f"{_MIN_L1_BYTES / 2**30:g} GiB (1 MiB)"
-            raise ConfigError(f"--l1-size-gb {self.l1_size_gb:g}: expected at least {least}")
+
+    def _check_eviction(self, policies: Sequence[str], hint: str) -> None:
         if self.eviction_policy not in policies:
             lower = {name.lower(): name for name in policies}
             close = difflib.get_close_matches(self.eviction_policy.lower(), lower, 1)
@@ -165,17 +194,8 @@ class ServerConfig(msgspec.Struct, kw_only=True, frozen=True):
                 f"--eviction-ratio {self.eviction_ratio:g}: expected a fraction of L1 from 0 up to the"
                 f" watermark {self.eviction_trigger_watermark:g}, e.g. 0.05"
             )
-        if not 0 < self.chunk_size <= _MAX_CHUNK or self.chunk_size % _GRANULE:
-            raise ConfigError(
-                f"--chunk-size {self.chunk_size}: expected a multiple of {_GRANULE} tokens up to {_MAX_CHUNK}, or no"
-                " engine's block size divides it; e.g. 256"
-            )
-        mode = MPTransferMode.parse(self.supported_transfer_mode, source="--supported-transfer-mode")
-        if mode is MPTransferMode.LMCACHE_DRIVEN and importlib.util.find_spec("torch") is None:
-            raise ConfigError(
-                "--supported-transfer-mode lmcache_driven: needs torch, which is not installed here;"
-                " pip install lmcache[cpu] or a device wheel, or use engine_driven"
-            )
+
+    def _check_shm(self) -> None:
         if self.shm not in SHM_MODES:
             raise ConfigError(f"--shm {self.shm!r}: expected one of {', '.join(SHM_MODES)}")
         if self.shm_name and not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", self.shm_name):
@@ -189,17 +209,6 @@ class ServerConfig(msgspec.Struct, kw_only=True, frozen=True):
                 f"--shm-socket {self.shm_socket}: expected a path, or @NAME, of at most 100 bytes"
                 " (a limit of Unix sockets)"
             )
-        if not 0 <= self.push_limit_gb <= self.l1_size_gb:
-            raise ConfigError(
-                f"--push-limit-gb {self.push_limit_gb:g}: expected 0 (half of L1) to --l1-size-gb {self.l1_size_gb:g}"
-            )
-        if self.peer_transport not in PEER_TRANSPORTS:
-            raise ConfigError(
-                f"--peer-transport {self.peer_transport!r}: expected one of {', '.join(PEER_TRANSPORTS)}"
-            )
-        if not self.session_timeout >= 5:
-            raise ConfigError(f"--session-timeout {self.session_timeout:g}: expected at least 5 seconds")
-        self._check_tiers()
 
     def _check_tiers(self) -> None:
         parse_adapters(self.l2_adapter)
