@@ -360,7 +360,9 @@ def test_the_connector_of_releases_before_loads_what_it_stored(address: str, tmp
 # ---- several ranks
 
 
-@pytest.mark.parametrize("kind", ["mha", "mla", "stages"])
+@pytest.mark.parametrize(
+    "kind", ["mha", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("mla", "stages"))]
+)
 def test_ranks_take_the_same_decisions(address: str, tmp_path: Path, kind: str) -> None:
     command = [sys.executable, str(RANK), address, str(tmp_path), kind]
     ranks = [

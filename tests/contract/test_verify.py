@@ -50,7 +50,7 @@ def refused(site: Path, *arguments: str, code: int) -> str:
 # ---- verdicts
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_cpu_conforms_at_every_level_that_it_declares(site: Path, tmp_path: Path) -> None:
     kept = tmp_path / "report.json"
     report = found(site, "cpu", "--level", "lmcache-driven", "--report", str(kept), code=0, seconds=600)
@@ -91,7 +91,7 @@ def test_a_wheel_is_judged_as_a_wheel_where_its_device_is_absent(site: Path) -> 
 @pytest.mark.parametrize(
     "fake",
     [
-        pytest.param(fake, id=fake.name, marks=[pytest.mark.long] if i > 1 else [])
+        pytest.param(fake, id=fake.name, marks=[pytest.mark.long] if i > 0 else [])
         for i, fake in enumerate(FAKES)
     ],
 )
@@ -220,6 +220,7 @@ def runs(pid: int) -> bool:
 # ---- expected failures
 
 
+@pytest.mark.long
 def test_an_expected_failure_that_fails_does_not_fail_the_run(site: Path, tmp_path: Path) -> None:
     test = "test_block_transfer.test_a_copy_that_is_asked_for_is_made"
     known = tmp_path / "expected.json"

@@ -51,7 +51,9 @@ def reference(
         yield Reference(process)
 
 
-@pytest.fixture(scope="module", params=["shared_memory", "frames", "device"])
+@pytest.fixture(
+    scope="module", params=["shared_memory", pytest.param("frames", marks=pytest.mark.long), "device"]
+)
 def setup(
     request: pytest.FixtureRequest,
     reference: Reference,

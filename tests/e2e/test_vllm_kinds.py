@@ -68,7 +68,7 @@ def test_pages_of_latent_attention_are_stored_and_loaded_byte_for_byte(
         assert process.worker("stored_pages", list(stored)) == list(stored.values())
 
 
-@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize("policy", ["recompute", pytest.param("fail", marks=pytest.mark.long)])
 def test_a_hybrid_model_hits_on_all_groups_and_survives_failed_loads(
     model_dir: Callable[[str], Path], log: Path, policy: str
 ) -> None:
