@@ -153,10 +153,13 @@ def test_files_and_directories_are_for_their_owner_only(make: Any, tmp_path: Pat
 
 def _fork_and_wait(path: Path, said: Any) -> None:
     adapter = disk(path)
+    forked, tell = os.pipe()
     child = os.fork()
     if child:
+        os.read(forked, 1)  # it runs: what the fork did to the lock is done
         said.send(child)
         os.kill(os.getpid(), signal.SIGKILL)
+    os.write(tell, b".")
     signal.alarm(60)
     signal.pause()
     adapter.close()
