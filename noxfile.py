@@ -40,7 +40,8 @@ TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 WHEEL = "{wheel}"  # stands for the path of the core wheel in a list of things to install
 TEST_TOOLS = ("pytest", "hypothesis")
 DISCOVERY = tuple(f"tests/contract/test_{name}.py" for name in ("zoo", "guide_wheel", "plugins_installed"))
-"""What hangs on a Python's metadata, and so runs on every one. All of tests/contract runs on the main Python."""
+"""What hangs on a Python's metadata, and so runs on every one. All of tests/contract runs on the main Python,
+tests/unit there and on the oldest."""
 OLDEST = (*DISCOVERY, "tests/contract/test_client.py", "tests/contract/test_transfer.py")
 """What runs on the oldest: also what a client and a server do with each other."""
 SDK_TOOLS = ("cmake", "ziglang")
@@ -49,8 +50,6 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_ST
 
 VERSIONS = ("3.10", "3.11", "3.12", "3.13")
 MAIN_VERSION = "3.11"
-BETWEEN = ("3.12",)
-"""Only discovery is tested there: what runs on the Pythons before and after runs on these."""
 
 nox.needs_version = ">=2025.2.9"
 nox.options.sessions = ["tests"]
@@ -228,7 +227,7 @@ def unit_tests(session: nox.Session) -> None:
     """The tests that need neither torch nor an engine, on one Python."""
     version = session.name.removeprefix("unit-")
     contract = {MAIN_VERSION: ("tests/contract",), VERSIONS[0]: OLDEST}.get(version, DISCOVERY)
-    units = () if version in BETWEEN else ("tests/unit",)
+    units = ("tests/unit",) if version in (MAIN_VERSION, VERSIONS[0]) else ()
     # What compilers say does not hang on Python, nor does the audit of wheels.
     tools, audit = (SDK_TOOLS, ("tests/wheels",)) if version == MAIN_VERSION else ((), ())
     prepare(session, (WHEEL, *TEST_TOOLS, *tools, "-c", TOOLS))

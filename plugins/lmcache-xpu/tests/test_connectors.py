@@ -216,9 +216,7 @@ def test_an_object_of_another_width_is_refused_before_the_kernel_sees_it(transfe
     ):
         obj = allocator.allocate(shape, dtype, connector.memory_format)
         for move in (connector.from_gpu, connector.to_gpu):
-            with pytest.raises(
-                LayoutError, match=r"object of \d+ elements of torch\.\w+ per token: expected 16"
-            ):
+            with pytest.raises(LayoutError, match=r"^memory object of .*: expected "):
                 move(obj, 0, 4, kvcaches=cache, slot_mapping=torch.arange(4))
     assert transfers == []
 
