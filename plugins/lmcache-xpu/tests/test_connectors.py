@@ -210,13 +210,21 @@ def test_an_object_of_another_width_is_refused_before_the_kernel_sees_it(transfe
     fmt = "NL_X_TWO_NB_BS_NH_HS"
     connector, cache = made("VLLMPagedMemXPUConnectorV2", fmt), pages_of(fmt)
     allocator = memory.XPUMemoryAllocator(1 << 16)
-    for shape, dtype in (
-        ((2, LAYERS, 4, 64), torch.bfloat16),
-        ((2, LAYERS, 4, HEADS * WIDTH), torch.float32),
+    for shape, dtype, why in (
+        (
+            (2, LAYERS, 4, 64),
+            torch.bfloat16,
+            r"shape \(2, 2, 4, 64\): expected \(2, 2, 4, 16\), or more tokens",
+        ),
+        (
+            (2, LAYERS, 4, HEADS * WIDTH),
+            torch.float32,
+            r"torch\.float32: expected torch\.bfloat16, as the pages",
+        ),
     ):
         obj = allocator.allocate(shape, dtype, connector.memory_format)
         for move in (connector.from_gpu, connector.to_gpu):
-            with pytest.raises(LayoutError, match=r"^memory object of .*: expected "):
+            with pytest.raises(LayoutError, match=rf"^memory object of {why}"):
                 move(obj, 0, 4, kvcaches=cache, slot_mapping=torch.arange(4))
     assert transfers == []
 
