@@ -16,18 +16,14 @@ from typing import Any, NamedTuple
 
 import redis
 
-from lmcache.errors import StartupError
-from lmcache.logging import init_logger
 from lmcache.v1.storage.l2.adapter import AdapterError, Call, Put, StorageAdapter, Usage, Want
 from lmcache.v1.storage.l2.options import read_options
 from lmcache.v1.storage.l2.redis_options import Options, client_settings, place
 from lmcache.v1.storage.l2.redis_values import load_pieces, receive, send, store_pieces
 from lmcache.v1.storage.l2.redis_wire import Cancelled, Refused, Wire
-from lmcache.v1.storage.l2.remote import Faults, cut_header, header_size, is_whole, reason
+from lmcache.v1.storage.l2.remote import Faults, cut_header, header_size, is_whole, probe_at_start, reason
 
 __all__ = ["Options", "RedisAdapter", "make"]
-
-logger = init_logger(__name__)
 
 _DEPTH = 2
 """Values under way at once on a connection: the server prepares one while another travels."""
@@ -53,15 +49,7 @@ def make(options: Mapping[str, Any]) -> RedisAdapter:
     """
     read = read_options("redis", Options, options)
     adapter = RedisAdapter(read)
-    try:
-        adapter.ping()
-    except AdapterError as exc:
-        if read.required:
-            adapter.close()
-            raise StartupError(
-                f'--l2-adapter {exc}; start it, or set "required": false to go without'
-            ) from None
-        logger.warning("%s; goes on without, and tries again later", exc)
+    probe_at_start(adapter, adapter.ping, read.required, "start it")
     return adapter
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from lmcache.errors import ConfigError, bad_value
-from lmcache.v1.storage.l2.adapter import AdapterError
+from lmcache.errors import ConfigError, StartupError, bad_value
+from lmcache.logging import init_logger
+from lmcache.v1.storage.l2.adapter import AdapterError, StorageAdapter
 from lmcache.v1.storage.l2.envelope import MAX_HEADER, PREFIX_BYTES, EnvelopeError, header_length
 
-__all__ = ["Faults", "cut_header", "header_size", "is_whole", "reason", "secret"]
+__all__ = ["Faults", "cut_header", "header_size", "is_whole", "probe_at_start", "reason", "secret"]
+
+logger = init_logger(__name__)
 
 _USER = re.compile(r"://[^\s/@]*@")
 
@@ -39,6 +42,23 @@ def cut_header(begin: bytes) -> bytes | None:
     except EnvelopeError:
         return None
     return begin[:size] if size <= len(begin) else None
+
+
+def probe_at_start(adapter: StorageAdapter, probe: Callable[[], object], required: bool, remedy: str) -> None:
+    """See whether an engine answers.
+
+    Raises:
+        StartupError: it does not, and it is ``required``; the adapter is closed. Else that is one line in the log.
+    """
+    try:
+        probe()
+    except AdapterError as exc:
+        if required:
+            adapter.close()
+            raise StartupError(
+                f'--l2-adapter {exc}; {remedy}, or set "required": false to go without'
+            ) from None
+        logger.warning("%s; goes on without, and tries again later", exc)
 
 
 class Faults:

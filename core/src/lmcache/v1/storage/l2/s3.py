@@ -18,16 +18,20 @@ import obstore
 from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
-from lmcache.errors import StartupError
-from lmcache.logging import init_logger
 from lmcache.v1.storage.l2.adapter import AdapterError, Call, Put, StorageAdapter, Usage, Want
 from lmcache.v1.storage.l2.options import read_options
-from lmcache.v1.storage.l2.remote import Faults, cut_header, header_size, is_whole, reason, secret
+from lmcache.v1.storage.l2.remote import (
+    Faults,
+    cut_header,
+    header_size,
+    is_whole,
+    probe_at_start,
+    reason,
+    secret,
+)
 from lmcache.v1.storage.l2.s3_options import Options
 
 __all__ = ["Options", "S3Adapter", "make"]
-
-logger = init_logger(__name__)
 
 T = TypeVar("T")
 
@@ -51,15 +55,7 @@ def make(options: Mapping[str, Any]) -> S3Adapter:
     """
     read = read_options("s3", Options, options)
     adapter = S3Adapter(read)
-    try:
-        adapter.probe(Call(_START_SECONDS))
-    except AdapterError as exc:
-        if read.required:
-            adapter.close()
-            raise StartupError(
-                f'--l2-adapter {exc}; mend it, or set "required": false to go without'
-            ) from None
-        logger.warning("%s; goes on without, and tries again later", exc)
+    probe_at_start(adapter, lambda: adapter.probe(Call(_START_SECONDS)), read.required, "mend it")
     return adapter
 
 
