@@ -5,6 +5,7 @@ In this process (:class:`Rig`), or in one of its own that can be stopped and kil
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -350,8 +351,10 @@ def main() -> None:
     for point in POINTS:
         hold_up(point)
     start = json.loads(sys.stdin.readline())
-    assert lmcache.__version__
     if start["uid"] is not None:
+        assert lmcache.__version__  # what is read late, now: our files may not be that user's to read
+        if importlib.util.find_spec("torch"):
+            importlib.import_module("torch")
         os.setgroups([])
         os.setgid(start["uid"])
         os.setuid(start["uid"])
