@@ -11,21 +11,8 @@ from typing import Any
 
 import pytest
 
-from helpers.driven import (
-    CHUNK,
-    DRIVEN,
-    A,
-    B,
-    C,
-    a_process,
-    a_rig,
-    a_server,
-    held,
-    kv_mappings,
-    paths,
-    prompt,
-)
-from helpers.rig import NULL_BLOCK, Rig
+from helpers.driven import CHUNK, DRIVEN, a_process, a_rig, a_server, kv_mappings, paths
+from helpers.rig import NULL_BLOCK, A, B, C, Rig, held, prompt
 from helpers.server import RunningServer, dead_port, run_cli, wait_for
 from lmcache.v1.keys import Scope, chunk_hashes
 from lmcache.v1.multiprocess.transfer_context.worker_transfer import (

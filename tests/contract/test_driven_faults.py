@@ -12,24 +12,9 @@ from contextlib import ExitStack
 
 import pytest
 
-from helpers.driven import (
-    A,
-    B,
-    C,
-    a_process,
-    a_rig,
-    a_server,
-    descriptors,
-    held,
-    kv_mappings,
-    nothing_held,
-    paths,
-    prompt,
-    status,
-    stopped,
-)
+from helpers.driven import a_process, a_rig, a_server, descriptors, kv_mappings, paths, stopped
 from helpers.peer import check_nothing_left, segments
-from helpers.rig import Rig
+from helpers.rig import A, B, C, Rig, held, nothing_held, prompt
 from helpers.server import RunningServer, wait_for
 from lmcache.v1.multiprocess.transfer_context import lmcache_driven
 from lmcache.v1.multiprocess.transfer_context.worker_transfer import PagesUnsafe
@@ -73,7 +58,7 @@ def test_of_a_killed_worker_the_server_keeps_neither_lease_nor_mapping_nor_descr
         other.store(prompt(), A)
         nothing_held(server)
         fds, maps = descriptors(server.pid), kv_mappings(server.pid)
-        stored = status(server)["l1"]["stored"]
+        stored = server.state()["l1"]["stored"]
         with a_process(server, "victim", model=f"{point} {method}") as victim:
             assert kv_mappings(server.pid) == maps + 2
             if method == "load":
@@ -85,7 +70,7 @@ def test_of_a_killed_worker_the_server_keeps_neither_lease_nor_mapping_nor_descr
             victim.kill()
             wait_for(lambda: held(server) == {}, 5, "leases and pins given back")
             wait_for(lambda: kv_mappings(server.pid) == maps, 5, "its memory is unmapped")
-        assert status(server)["l1"]["stored"] == stored, "what nobody committed is not published"
+        assert server.state()["l1"]["stored"] == stored, "what nobody committed is not published"
         assert other.lookup("r", prompt(160, 1000)) == 0
         other.end("r")
         assert other.fetch("next", prompt(), C) == 5
@@ -120,7 +105,7 @@ def test_a_worker_that_dies_while_its_memory_is_being_mapped_leaves_nothing(serv
             time.sleep(0.05)
             victim.kill()
     wait_for(lambda: kv_mappings(server.pid) == 0, 5)
-    wait_for(lambda: status(server)["sessions"] == [], 5)
+    wait_for(lambda: server.state()["sessions"] == [], 5)
     wait_for(lambda: descriptors(server.pid) == fds, 5, f"{descriptors(server.pid)} {fds}")
 
 
@@ -255,7 +240,7 @@ def test_a_server_killed_in_the_middle_costs_the_transfer_only() -> None:
 def test_a_server_that_dies_while_it_maps_the_memory_is_given_up_at_once() -> None:
     """Its first mapping imports torch, which takes long enough to be hit in the middle."""
     with a_server() as first, a_rig(first, wait=0) as engine:
-        wait_for(lambda: any(s["role"] == "worker" for s in status(first)["sessions"]), 10)
+        wait_for(lambda: any(s["role"] == "worker" for s in first.state()["sessions"]), 10)
         first.end(signal.SIGKILL)
         worker = engine.workers[0].client
         wait_for(lambda: "ended" in worker.reason or "no connection" in worker.reason, 5, worker.reason)
@@ -267,7 +252,7 @@ def test_a_server_that_dies_while_it_maps_the_memory_is_given_up_at_once() -> No
 def test_closing_a_worker_whose_server_does_not_answer_is_quick() -> None:
     with a_server() as server:
         engine: Rig = a_rig(server, wait=0)
-        wait_for(lambda: any(s["role"] == "worker" for s in status(server)["sessions"]), 10)
+        wait_for(lambda: any(s["role"] == "worker" for s in server.state()["sessions"]), 10)
         with stopped(server):
             began = time.monotonic()
             engine.close()

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers.driven import CHUNK, A, B, a_process, a_rig, a_server, kv_mappings, nothing_held, prompt, status
-from helpers.rig import Rig
+from helpers.driven import CHUNK, a_process, a_rig, a_server, kv_mappings
+from helpers.rig import A, B, Rig, nothing_held, prompt
 from helpers.server import RunningServer, wait_for
 from lmcache.v1.keys import Scope, chunk_hashes
 from lmcache.v1.multiprocess.attachment import attach
@@ -53,12 +53,12 @@ def engine(server: RunningServer) -> Iterator[Rig]:
 def channel(server: RunningServer, engine: Rig) -> Iterator[Channel]:
     """After each test nothing is held, nothing is lost, and the good one still gets its bytes."""
     made = Channel(server.address)
-    stored, maps = status(server)["l1"]["objects"], kv_mappings(server.pid)
+    stored, maps = server.state()["l1"]["objects"], kv_mappings(server.pid)
     yield made
     made.close()
     nothing_held(server)
     wait_for(lambda: kv_mappings(server.pid) == maps, 10, "nothing else is mapped")
-    assert status(server)["l1"]["objects"] == stored
+    assert server.state()["l1"]["objects"] == stored
     engine.memories[0][0].spoil(B)
     engine.memories[0][1].spoil(B)
     assert engine.fetch("after", prompt(), B) == 5

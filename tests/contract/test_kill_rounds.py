@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from helpers.driven import DRIVEN, a_server, descriptors, held, kv_mappings, paths, status
+from helpers.driven import DRIVEN, a_server, descriptors, kv_mappings, paths
 from helpers.nursery import ForkedRig
 from helpers.peer import check_nothing_left, segments
+from helpers.rig import held
 from helpers.server import RunningServer, resident, wait_for
 
 torch = pytest.importorskip("torch")
@@ -95,7 +96,7 @@ class Round:
 
     def kill_worker(self, rig: ForkedRig, mode: str) -> None:
         rig.kill()
-        wait_for(lambda: status(self.server)["sessions"] == [], 10, "its sessions end")
+        wait_for(lambda: self.server.state()["sessions"] == [], 10, "its sessions end")
         wait_for(lambda: held(self.server) == {}, 10, f"all given back: {held(self.server)}")
         self.check_quiet(mode)
 
@@ -129,7 +130,7 @@ class Round:
         rig.call("wait_up", 30)
 
     def is_found(self) -> bool:
-        return sorted(s["role"] for s in status(self.server)["sessions"]) == ["scheduler", "worker"]
+        return sorted(s["role"] for s in self.server.state()["sessions"]) == ["scheduler", "worker"]
 
 
 def test_after_every_kill_bytes_are_right_all_is_given_back_and_the_next_round_works() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from helpers.rig import NULL_BLOCK, Rig, RigProcess
+from helpers.rig import NULL_BLOCK, A, B, C, Rig, RigProcess, prompt
 from helpers.server import RunningServer, Worker, channel_to, hello, namespace, running_server, wait_for
 from lmcache.v1.multiprocess.transfer_context import engine_driven
 from lmcache.v1.protocol import messages as m
@@ -18,9 +18,6 @@ from lmcache.v1.protocol.channel import RequestFailed
 CHUNK = 32
 """Tokens per chunk: two blocks."""
 NAMES = (f"engine-{i}" for i in itertools.count())
-A, B, C = list(range(1, 11)), list(range(20, 30)), list(range(40, 50))
-"""Ten blocks each: five chunks."""
-
 PATHS = pytest.mark.parametrize("shm", ["require", "off"], ids=["shared memory", "frames"])
 
 
@@ -37,19 +34,11 @@ def server(shared_server: RunningServer) -> Iterator[RunningServer]:
     wait_for(lambda: left_over(shared_server) == {}, 10, f"all given back: {left_over(shared_server)}")
 
 
-def status(server: RunningServer) -> dict[str, Any]:
-    return server.state()
-
-
 def left_over(server: RunningServer) -> dict[str, Any]:
     """What clients hold."""
-    state = status(server)
+    state = server.state()
     held = {name: state["l1"][name] for name in ("read_leases", "write_leases", "pinned_objects")}
     return {k: v for k, v in (held | {name: state[name] for name in ("requests", "sessions")}).items() if v}
-
-
-def prompt(n: int = 160, start: int = 0) -> list[int]:
-    return list(range(start, start + n))
 
 
 def rig(server: RunningServer, engine: str = "", **settings: Any) -> Rig:
@@ -257,7 +246,7 @@ def test_a_worker_that_insists_on_shared_memory_has_no_cache_without_it() -> Non
             wait_for(lambda: "require" in worker.reason, 5)
             assert worker.reason == "lmcache.mp.shm=require: the server keeps its pool to itself (--shm off)"
             assert engine.store(prompt(), A) == 0
-            wait_for(lambda: worker.session == "" and len(status(server)["sessions"]) <= 2, 5)
+            wait_for(lambda: worker.session == "" and len(server.state()["sessions"]) <= 2, 5)
         with rig(server) as engine:
             assert engine.paths() == ["frames"]
             engine.store(prompt(), A)
@@ -284,7 +273,7 @@ def test_under_a_burst_of_stores_pins_stay_and_every_hit_is_right(shm: str) -> N
             assert (engine if i % 2 else other).store(tokens, A) == 5
             hits += other.fetch(f"r{i}", prompt(160, max(0, i - 3) * 1000), B)
         assert hits > 0
-        usage = status(server)["l1"]
+        usage = server.state()["l1"]
         assert usage["evicted"] > 0
         assert usage["dropped_full"] == 0
         assert usage["used_bytes"] <= usage["capacity_bytes"]

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from helpers.slot_cases import Case, Form, build, content, each, raw, zeroed
+from helpers.slot_cases import SERVED, Case, Form, build, content, each, raw, zeroed
 from lmcache.v1.gpu_connector import gpu_connectors as connectors
 from lmcache.v1.kv_layer_groups import EngineGroupInfo, KVLayerGroupsManager
 from lmcache.v1.kv_layout import kv_format
@@ -124,6 +124,14 @@ LAYERWISE = {
     )
 }
 ALL = {**WHOLE, **LAYERWISE}
+PAIRS = [
+    (name, fmt)
+    for name in ALL
+    for fmt in SERVED
+    if not (kv_format(fmt).is_single_kv and (name in LAYERWISE or "V3" in name))
+    and not (kv_format(fmt).is_pbs_fused and "V3" in name)  # groups are of blocks
+]
+"""Each connector with each layout that it serves."""
 
 
 class Store:

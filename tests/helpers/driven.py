@@ -9,12 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from helpers.rig import Rig, RigProcess
-from helpers.server import RunningServer, running_server, stop_process, wait_for
+from helpers.rig import C, Rig, RigProcess
+from helpers.server import RunningServer, running_server, stop_process
 
 CHUNK = 32
-A, B, C = list(range(1, 11)), list(range(20, 30)), list(range(40, 50))
-"""Ten blocks each: five chunks."""
 DRIVEN = "lmcache_driven"
 OPEN_SECONDS = 30.0
 """Until the first session in this mode is open: the server imports torch for it."""
@@ -38,29 +36,9 @@ def a_process(server: RunningServer, engine: str = "engine", **settings: Any) ->
     return RigProcess(server.address, engine, **(defaults | settings))
 
 
-def prompt(n: int = 160, start: int = 0) -> list[int]:
-    return list(range(start, start + n))
-
-
-def status(server: RunningServer) -> dict[str, Any]:
-    return server.state()
-
-
-def held(server: RunningServer) -> dict[str, int]:
-    """What clients hold, their sessions aside."""
-    state = status(server)
-    names = ("read_leases", "write_leases", "pinned_objects", "reserved_bytes")
-    found = {name: state["l1"][name] for name in names} | {"requests": state["requests"]}
-    return {name: n for name, n in found.items() if n}
-
-
-def nothing_held(server: RunningServer, seconds: float = 10.0) -> None:
-    wait_for(lambda: held(server) == {}, seconds, f"all given back: {held(server)}")
-
-
 def paths(server: RunningServer) -> list[str]:
     """How the workers' payload travels, by the server's status."""
-    return sorted(s["path"] for s in status(server)["sessions"] if s["role"] == "worker")
+    return sorted(s["path"] for s in server.state()["sessions"] if s["role"] == "worker")
 
 
 def kv_mappings(pid: int) -> int:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
+from helpers.local import LocalServer
+from helpers.sessions import CHUNK
 from lmcache.v1.storage.l2.adapter import AdapterError, Call, Held, Put, StorageAdapter, Usage, Want
 
 
@@ -65,6 +69,13 @@ class HeldTier(StorageAdapter):
             raise AdapterError("it fails")
 
 
-def one(tier: HeldTier) -> Callable[[], list[tuple[str, StorageAdapter]]]:
-    """For ``LocalServer``: this tier alone."""
-    return lambda: [("memory", tier)]
+@contextmanager
+def served(tier: HeldTier, **settings: Any) -> Iterator[LocalServer]:
+    """A server over this tier alone, whose gates are open at the end."""
+    local = LocalServer(chunk_size=CHUNK, adapters=lambda: [("memory", tier)], **settings)
+    try:
+        yield local
+    finally:
+        tier.reads.set()
+        tier.writes.set()
+        local.close()

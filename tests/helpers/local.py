@@ -20,12 +20,12 @@ from lmcache.v1.storage.l2.adapter import StorageAdapter
 from lmcache.v1.storage.shm_pool import PAGE, PoolView, table_bytes
 
 
-def pool_view(pages: int) -> PoolView:
+def pool_view(pages: int, kind: type[PoolView] = PoolView) -> PoolView:
     """A pool of ``pages`` pages that nobody else maps."""
     fd = os.memfd_create("test", os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, table_bytes(pages * PAGE) + pages * PAGE)
-        return PoolView(fd, pages * PAGE)
+        return kind(fd, pages * PAGE)
     finally:
         os.close(fd)
 
@@ -120,6 +120,11 @@ class LocalServer:
         }
         requests = sum(len(s.hashes) for s in self.service.sessions.by_id.values())
         return {name: n for name, n in (held | {"requests": requests}).items() if n}
+
+    def all_given_back(self) -> bool:
+        """Whether nothing is left over, not even an empty lease."""
+        with self.lock:
+            return self.left_over() == {} and not self.service.l1.has_leases
 
     def objects(self) -> dict[bytes, bytes]:
         """Key and bytes of every published object."""

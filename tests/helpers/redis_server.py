@@ -14,6 +14,8 @@ from typing import Any
 import redis
 
 from helpers.server import dead_port, wait_for
+from lmcache.v1.storage.l2.adapter import StorageAdapter
+from lmcache.v1.storage.l2.registry import build
 
 PROGRAMS = ("redis-server", "valkey-server")
 START_SECONDS = 20.0
@@ -97,6 +99,16 @@ def redis_server(*flags: str, password: str = "", tls: bool = False) -> Iterator
         stack.callback(server.kill)
         server.start()
         yield server
+
+
+@contextmanager
+def adapter_on(url: str, **options: Any) -> Iterator[StorageAdapter]:
+    """The adapter on a server; closed at the end."""
+    adapter = build({"type": "redis", "url": url, **options})
+    try:
+        yield adapter
+    finally:
+        adapter.close()
 
 
 def _certificates(folder: Path) -> tuple[tuple[str, ...], dict[str, Any]]:

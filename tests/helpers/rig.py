@@ -17,7 +17,7 @@ from typing import Any
 
 import lmcache
 from helpers.pages import PageMemory, layout
-from helpers.server import wait_for
+from helpers.server import RunningServer, wait_for
 from lmcache.v1.keys import Scope, chunk_hashes
 from lmcache.v1.multiprocess.client import CacheClient, ClientOptions
 from lmcache.v1.multiprocess.transfer_context import engine_driven
@@ -32,7 +32,26 @@ from lmcache.v1.protocol.channel import expect
 
 BLOCK = 16
 NULL_BLOCK = 0
+A, B, C = list(range(1, 11)), list(range(20, 30)), list(range(40, 50))
+"""Ten blocks each: five chunks of 32 tokens."""
 QUICK = {"control_timeout": 1.0, "heartbeat_interval": 0.3, "retry_interval": 0.1}
+
+
+def prompt(n: int = 160, start: int = 0) -> list[int]:
+    return list(range(start, start + n))
+
+
+def held(server: RunningServer) -> dict[str, int]:
+    """What clients hold, their sessions aside."""
+    state = server.state()
+    names = ("read_leases", "write_leases", "pinned_objects", "reserved_bytes")
+    found = {name: state["l1"][name] for name in names} | {"requests": state["requests"]}
+    return {name: n for name, n in found.items() if n}
+
+
+def nothing_held(server: RunningServer, seconds: float = 10.0) -> None:
+    """Wait until all is given back."""
+    wait_for(lambda: held(server) == {}, seconds, f"all given back: {held(server)}")
 
 
 class Rig:

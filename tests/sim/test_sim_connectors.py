@@ -17,7 +17,7 @@ pytestmark = pytest.mark.sim
 
 from helpers.connector_cases import (  # noqa: E402
     ALL,
-    LAYERWISE,
+    PAIRS,
     Model,
     Store,
     Transfer,
@@ -27,23 +27,13 @@ from helpers.connector_cases import (  # noqa: E402
     transfers,
     whole,
 )
-from helpers.slot_cases import SERVED, Case, build  # noqa: E402
+from helpers.slot_cases import Case, build  # noqa: E402
 from lmcache.utils import EngineType  # noqa: E402
 from lmcache.v1.gpu_connector.gpu_connectors import (  # noqa: E402
     VLLMBufferLayerwiseGPUConnector,
     VLLMPagedMemGPUConnectorV2,
     VLLMPagedMemLayerwiseGPUConnector,
 )
-from lmcache.v1.kv_layout import kv_format  # noqa: E402
-
-PAIRS = [
-    (name, fmt)
-    for name in ALL
-    for fmt in SERVED
-    if not (kv_format(fmt).is_single_kv and (name in LAYERWISE or "V3" in name))
-    and not (kv_format(fmt).is_pbs_fused and "V3" in name)  # groups are of blocks
-]
-
 
 SECONDS = 60.0
 CASE = Case(nl=4, nb=4, bs=8, nh=2, hs=32)

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from helpers.redis_server import RedisServer, redis_server
+from helpers.redis_server import RedisServer, adapter_on, redis_server
 from helpers.server import wait_for
 from lmcache.errors import ConfigError, StartupError
 from lmcache.testing.adapters.objects import new_key, new_object, read, write
-from lmcache.v1.storage.l2.adapter import AdapterError, Call, StorageAdapter, Want
+from lmcache.v1.storage.l2.adapter import AdapterError, Call, Want
 from lmcache.v1.storage.l2.registry import build
 
 SECONDS = 10.0
@@ -28,15 +28,6 @@ SOON = 2.5  # a call of half a second has long ended, on a busy machine too
 def server() -> Iterator[RedisServer]:
     with redis_server() as started:
         yield started
-
-
-@contextmanager
-def adapter_on(url: str, **options: Any) -> Iterator[StorageAdapter]:
-    adapter = build({"type": "redis", "url": url, **options})
-    try:
-        yield adapter
-    finally:
-        adapter.close()
 
 
 def failure(ask: Callable[[], Any]) -> tuple[str, float]:

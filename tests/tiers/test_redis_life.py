@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import redis
 
-from helpers.redis_server import RedisServer, redis_cluster, redis_server
+from helpers.redis_server import RedisServer, adapter_on, redis_cluster, redis_server
 from lmcache.testing.adapters.objects import new_object, read, write
 from lmcache.v1.storage.l2 import redis_values
-from lmcache.v1.storage.l2.adapter import AdapterError, Call, StorageAdapter, Want
-from lmcache.v1.storage.l2.registry import build
+from lmcache.v1.storage.l2.adapter import AdapterError, Call, Want
 
 SECONDS = 10.0
 
@@ -23,15 +21,6 @@ SECONDS = 10.0
 def server() -> Iterator[RedisServer]:
     with redis_server("--maxmemory", "1gb", "--maxmemory-policy", "allkeys-lfu") as started:
         yield started
-
-
-@contextmanager
-def adapter_on(url: str, **options: Any) -> Iterator[StorageAdapter]:
-    adapter = build({"type": "redis", "url": url, **options})
-    try:
-        yield adapter
-    finally:
-        adapter.close()
 
 
 @pytest.mark.parametrize(("size", "piece"), [(1000, "32MiB"), (300_000, "64KiB")])

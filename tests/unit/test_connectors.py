@@ -11,17 +11,7 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
-from helpers.connector_cases import ALL, LAYERWISE, Model, check_mixed, check_round_trip, sizes, transfers  # noqa: E402
-from helpers.slot_cases import SERVED  # noqa: E402
-from lmcache.v1.kv_layout import kv_format  # noqa: E402
-
-PAIRS = [
-    (name, fmt)
-    for name in ALL
-    for fmt in SERVED
-    if not (kv_format(fmt).is_single_kv and (name in LAYERWISE or "V3" in name))
-    and not (kv_format(fmt).is_pbs_fused and "V3" in name)  # groups are of blocks
-]
+from helpers.connector_cases import ALL, PAIRS, Model, check_mixed, check_round_trip, sizes, transfers  # noqa: E402
 
 
 @pytest.mark.parametrize(("name", "fmt"), PAIRS)

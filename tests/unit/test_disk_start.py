@@ -9,6 +9,7 @@ import signal
 import stat
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -165,14 +166,19 @@ def _fork_and_wait(path: Path, said: Any) -> None:
     adapter.close()
 
 
-def test_a_child_that_outlives_the_server_does_not_keep_its_directory(tmp_path: Path) -> None:
+def _from_a_process(act: Callable[[Path, Any], None], path: Path) -> tuple[Any, multiprocessing.Process]:
+    """What ``act`` said first, in a process of its own, and the process."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["helpers.stored", "lmcache.v1.storage.l2.disk"])
     hears, said = context.Pipe()
-    process = context.Process(target=_fork_and_wait, args=(tmp_path, said), daemon=True)
+    process: Any = context.Process(target=act, args=(path, said), daemon=True)
     process.start()
     assert hears.poll(60)
-    child = hears.recv()
+    return hears.recv(), process
+
+
+def test_a_child_that_outlives_the_server_does_not_keep_its_directory(tmp_path: Path) -> None:
+    child, process = _from_a_process(_fork_and_wait, tmp_path)
     try:
         process.join(60)
         assert process.exitcode == -signal.SIGKILL
@@ -198,13 +204,8 @@ def _fork_and_close(path: Path, said: Any) -> None:
 
 
 def test_a_forked_child_takes_no_lock_from_its_parent(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["helpers.stored", "lmcache.v1.storage.l2.disk"])
-    hears, said = context.Pipe()
-    process = context.Process(target=_fork_and_close, args=(tmp_path, said), daemon=True)
-    process.start()
-    assert hears.poll(60)
-    assert "in use by process" in hears.recv()
+    said, process = _from_a_process(_fork_and_close, tmp_path)
+    assert "in use by process" in said
     process.join(60)
 
 

@@ -28,17 +28,21 @@ def generator(rig: Rig, what: str, tokens: list[int] = TOKENS) -> Any:
     return call(tokens, kvcaches=pages, slot_mapping=torch.arange(len(tokens)))
 
 
+def leave(steps: Any, count: int, end: str) -> None:
+    """Take ``count`` steps, then close the generator, or let the collector find it: the caller keeps it no more."""
+    for _ in range(count):
+        next(steps)
+    if end == "close":
+        steps.close()
+    del steps
+    gc.collect()
+
+
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("steps", range(STEPS["store"] + 1))
 def test_a_store_left_after_any_step_publishes_all_or_nothing_and_holds_nothing(steps: int, end: str) -> None:
     with running(use_layerwise=True) as rig:
-        left = generator(rig, "store")
-        for _ in range(steps):
-            next(left)
-        if end == "close":
-            left.close()
-        del left
-        gc.collect()
+        leave(generator(rig, "store"), steps, end)
         assert rig.connector.open == 0
         assert rig.engine.lookup(TOKENS) == (len(TOKENS) if steps == STEPS["store"] else 0)
         rig.assert_nothing_is_held()
@@ -51,13 +55,7 @@ def test_a_retrieve_left_after_any_step_holds_nothing(steps: int, end: str, stor
     with running(use_layerwise=True) as rig:
         if stored:
             rig.store(TOKENS)
-        left = generator(rig, "retrieve")
-        for _ in range(steps):
-            next(left)
-        if end == "close":
-            left.close()
-        del left
-        gc.collect()
+        leave(generator(rig, "retrieve"), steps, end)
         assert rig.connector.open == 0
         rig.assert_nothing_is_held()
         assert rig.engine.clear() == (len(TOKENS) if stored else 0)

@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lmcache.logging
+from helpers.pinning import Pinner, PinningSpec
 from lmcache.v1.platform import torch_ops
 from lmcache.v1.platform.base.device_spec import DeviceSpec
-from lmcache.v1.platform.base.pin_memory import PinMemoryBackend
 from lmcache.v1.platform.torch_ops import host_pages, memory
 
 KINDS = ("pinned", "pinned_numa", "hugepage_pinned", "hugepage_pinned_numa", "numa")
@@ -53,33 +53,11 @@ def lines(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> 
     return lambda: [record.getMessage() for record in caplog.records if record.name in modules]
 
 
-class Pinner(PinMemoryBackend):
-    pins: dict[int, int]
-    works = True
-
-    @property
-    def is_pin_supported(self) -> bool:
-        return True
-
-    def pin_memory(self, ptr: int, size: int, flags: int = 0) -> bool:
-        if self.works:
-            self.pins[ptr] = size
-        return self.works
-
-    def unpin_memory(self, ptr: int) -> bool:
-        return self.pins.pop(ptr, None) is not None
-
-
-class PinningSpec(DeviceSpec):
-    device_type = "foo"
-    pin_memory_backend = Pinner
-
-
 @pytest.fixture
 def pinning(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
     """A selected backend that pins; addresses and sizes that are pinned."""
     spec = PinningSpec()
-    monkeypatch.setattr(Pinner, "pins", {}, raising=False)
+    monkeypatch.setattr(Pinner, "pins", {})
     monkeypatch.setattr(memory, "_selected_spec", lambda: spec)
     return Pinner.pins
 

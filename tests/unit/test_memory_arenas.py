@@ -14,36 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lmcache.logging
+from helpers.pinning import Pinner, PinningSpec
 from lmcache.v1.memory import lazy
 from lmcache.v1.memory_management import LazyMemoryAllocator, MixedMemoryAllocator, PinMemoryAllocator
 from lmcache.v1.platform.base.device_spec import DeviceSpec
-from lmcache.v1.platform.base.pin_memory import PinMemoryBackend
 from lmcache.v1.platform.torch_ops import memory
 
 STEP = mmap.PAGESIZE
-
-
-class Pinner(PinMemoryBackend):
-    pins: dict[int, int] = {}  # noqa: RUF012
-    works = True
-
-    @property
-    def is_pin_supported(self) -> bool:
-        return True
-
-    def pin_memory(self, ptr: int, size: int, flags: int = 0) -> bool:
-        assert ptr not in self.pins, "pinned twice"
-        if self.works:
-            self.pins[ptr] = size
-        return self.works
-
-    def unpin_memory(self, ptr: int) -> bool:
-        return self.pins.pop(ptr, None) is not None
-
-
-class PinningSpec(DeviceSpec):
-    device_type = backend_name = "foo"
-    pin_memory_backend = Pinner
 
 
 @pytest.fixture

@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from helpers.pinning import Pinner, PinningSpec
 from lmcache.errors import LMCacheError
 from lmcache.v1 import platform
 from lmcache.v1.multiprocess.pool_pins import PoolPins, lock_mapping
-from lmcache.v1.platform.base.device_spec import DeviceSpec
-from lmcache.v1.platform.base.pin_memory import PinMemoryBackend
 
 ADDRESS, SIZE = 0x7000_0000, 1 << 20
 
@@ -22,51 +21,28 @@ class View:
     address, data_bytes = ADDRESS, SIZE
 
 
-class Backend(PinMemoryBackend):
-    held: dict[int, int] = {}  # noqa: RUF012
-    works = True
-
-    @property
-    def is_pin_supported(self) -> bool:
-        return True
-
-    def pin_memory(self, ptr: int, size: int, flags: int = 0) -> bool:
-        assert ptr not in self.held, "locked twice"
-        if self.works:
-            self.held[ptr] = size
-        return self.works
-
-    def unpin_memory(self, ptr: int) -> bool:
-        return self.held.pop(ptr, None) is not None
-
-
-class Spec(DeviceSpec):
-    device_type = backend_name = "foo"
-    pin_memory_backend = Backend
-
-
 @pytest.fixture
 def pins(monkeypatch: pytest.MonkeyPatch) -> PoolPins:
-    monkeypatch.setattr(Backend, "held", {})
+    monkeypatch.setattr(Pinner, "pins", {})
     return PoolPins(View())  # type: ignore[arg-type]
 
 
 def test_workers_of_one_backend_lock_the_whole_pool_once_until_the_end(pins: PoolPins) -> None:
-    pins.pin(Spec())
-    pins.pin(Spec())
-    assert Backend.held == {ADDRESS: SIZE}
+    pins.pin(PinningSpec())
+    pins.pin(PinningSpec())
+    assert Pinner.pins == {ADDRESS: SIZE}
     pins.release()
-    assert Backend.held == {}
+    assert Pinner.pins == {}
     pins.release()
 
 
 def test_a_backend_that_cannot_lock_says_so_once_and_costs_nothing_else(
     pins: PoolPins, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(Backend, "works", False)
+    monkeypatch.setattr(Pinner, "works", False)
     with caplog.at_level(logging.WARNING):
-        pins.pin(Spec())
-        pins.pin(Spec())
+        pins.pin(PinningSpec())
+        pins.pin(PinningSpec())
     (record,) = caplog.records
     assert "foo: the pool's 1048576 bytes cannot be page-locked" in record.getMessage()
     pins.release()
@@ -75,7 +51,7 @@ def test_a_backend_that_cannot_lock_says_so_once_and_costs_nothing_else(
 def test_a_device_that_locks_nothing_is_not_asked_and_nothing_is_said(
     pins: PoolPins, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Plain(Spec):
+    class Plain(PinningSpec):
         pin_memory_backend: Any = None
 
     pins.pin(Plain())
@@ -104,32 +80,32 @@ def lock(view: Mapping, kind: str) -> threading.Thread | None:
 
 
 @pytest.fixture
-def spec(pins: PoolPins, monkeypatch: pytest.MonkeyPatch) -> Spec:
+def spec(pins: PoolPins, monkeypatch: pytest.MonkeyPatch) -> PinningSpec:
     """The one of devices of type foo; others have none."""
-    one = Spec()
+    one = PinningSpec()
     monkeypatch.setattr(platform, "get_device_spec", {"foo": one}.get)
     return one
 
 
-def test_a_workers_mapping_is_locked_for_as_long_as_anybody_has_it(spec: Spec) -> None:
+def test_a_workers_mapping_is_locked_for_as_long_as_anybody_has_it(spec: PinningSpec) -> None:
     view: Mapping | None = Mapping()
     assert lock(view, "foo") is not None  # type: ignore[arg-type]
-    assert Backend.held == {ADDRESS: SIZE}
+    assert Pinner.pins == {ADDRESS: SIZE}
     copying = view
     view = None
-    assert Backend.held == {ADDRESS: SIZE}
+    assert Pinner.pins == {ADDRESS: SIZE}
     del copying
-    assert Backend.held == {}
+    assert Pinner.pins == {}
 
 
-def test_a_start_does_not_wait_for_the_lock(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_does_not_wait_for_the_lock(spec: PinningSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     asked, answer = threading.Event(), threading.Event()
 
     def slow(*_: Any) -> bool:
         asked.set()
         return answer.wait(10)
 
-    monkeypatch.setattr(Backend, "pin_memory", slow)
+    monkeypatch.setattr(Pinner, "pin_memory", slow)
     thread = lock_mapping(Mapping(), Device("foo"))  # type: ignore[arg-type]
     assert thread is not None
     assert asked.wait(10)
@@ -138,13 +114,15 @@ def test_a_start_does_not_wait_for_the_lock(spec: Spec, monkeypatch: pytest.Monk
     thread.join(10)
 
 
-def test_a_worker_locks_nothing_for_the_host_or_for_a_device_that_nobody_serves(spec: Spec) -> None:
+def test_a_worker_locks_nothing_for_the_host_or_for_a_device_that_nobody_serves(spec: PinningSpec) -> None:
     assert lock(Mapping(), "cpu") is None
     lock(Mapping(), "bar")
-    assert Backend.held == {}
+    assert Pinner.pins == {}
 
 
-def test_the_thread_locks_for_the_workers_own_device(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_thread_locks_for_the_workers_own_device(
+    spec: PinningSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
     chosen = []
     module = SimpleNamespace(set_device=chosen.append)
     monkeypatch.setattr(spec, "_get_torch_module", lambda: module)
@@ -153,13 +131,13 @@ def test_the_thread_locks_for_the_workers_own_device(spec: Spec, monkeypatch: py
     assert thread is not None
     thread.join(10)
     assert chosen == [Device("foo", 3)]
-    assert Backend.held == {ADDRESS: SIZE}
+    assert Pinner.pins == {ADDRESS: SIZE}
 
 
 def test_a_device_that_breaks_while_it_locks_costs_a_line(
-    spec: Spec, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    spec: PinningSpec, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(kind: str) -> Spec:
+    def broken(kind: str) -> PinningSpec:
         raise LMCacheError("two backends serve it")
 
     monkeypatch.setattr(platform, "get_device_spec", broken)

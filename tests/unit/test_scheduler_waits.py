@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 
-from helpers.held_tier import HeldTier, one
+from helpers.held_tier import HeldTier, served
 from helpers.local import LocalServer
 from helpers.mini_engine import FakeRequest, MiniEngine, prompt
 from helpers.server import wait_for
 from lmcache.v1.keys import account_id
 from lmcache.v1.protocol import messages as m
-
-CHUNK = 8
 
 
 @pytest.fixture
@@ -25,10 +23,8 @@ def tier() -> HeldTier:
 
 @pytest.fixture
 def server(tier: HeldTier) -> Iterator[LocalServer]:
-    local = LocalServer(chunk_size=CHUNK, adapters=one(tier))
-    yield local
-    tier.reads.set()
-    local.close()
+    with served(tier) as local:
+        yield local
 
 
 def cold(server: LocalServer, tier: HeldTier, **settings: Any) -> MiniEngine:
@@ -47,11 +43,6 @@ def lookups(engine: MiniEngine) -> list[m.Lookup]:
     return [message for message in engine.client.sent if isinstance(message, m.Lookup)]
 
 
-def all_given_back(server: LocalServer) -> bool:
-    with server.lock:
-        return server.left_over() == {} and not server.service.l1.has_leases
-
-
 def test_a_request_is_put_off_until_what_it_waits_for_is_there_and_loads_it_then(
     server: LocalServer, tier: HeldTier
 ) -> None:
@@ -66,7 +57,7 @@ def test_a_request_is_put_off_until_what_it_waits_for_is_there_and_loads_it_then
     assert request.cached == 32
     engine.check_store()
     assert len({message.lease for message in lookups(engine)}) == 1
-    assert wait_for(lambda: all_given_back(server))
+    assert wait_for(server.all_given_back)
 
 
 def test_an_idle_engine_waits_at_the_server_and_does_not_spin(server: LocalServer, tier: HeldTier) -> None:
@@ -113,7 +104,7 @@ def test_a_request_waits_no_longer_than_it_may_and_takes_what_l1_holds(
     assert request.cached == 0
     assert lookups(engine)[-1].wait < 0
     tier.reads.set()
-    assert wait_for(lambda: all_given_back(server), what="the fetch is given up")
+    assert wait_for(server.all_given_back, what="the fetch is given up")
 
 
 def test_a_request_that_may_not_wait_is_never_put_off(server: LocalServer, tier: HeldTier) -> None:

@@ -26,6 +26,8 @@ class Attachment:
         """Why there is no mapping; empty if there is one, or none was wanted."""
         self._lifeline = lifeline
         self._ended = False
+        self._stop = threading.Event()
+        self._prefault: threading.Thread | None = None
 
     @property
     def watched(self) -> bool:
@@ -47,13 +49,25 @@ class Attachment:
         except OSError:
             return True
 
+    def prefault(self) -> None:
+        """Fill this process's page tables for the pool, in a thread of its own, until :meth:`close`."""
+        if self.pool is not None:
+            target, args = self.pool.prefault, (self._stop,)
+            self._prefault = threading.Thread(target=target, args=args, name="lmcache-prefault", daemon=True)
+            self._prefault.start()
+
     def close(self) -> None:
-        """Tell the server that this process writes no more. The mapping ends with its last user."""
+        """Tell the server that this process writes no more. The mapping ends with its last user: at once, unless
+        a copy is under way."""
         if self._lifeline is not None:
             self._ended = self.ended
             self._lifeline.close()
             self._lifeline = None
         self.pool = None
+        self._stop.set()
+        if self._prefault is not None:
+            self._prefault.join(_SECONDS)
+            self._prefault = None
 
 
 def attach(welcome: m.Welcome, want_pool: bool, shm: str) -> Attachment:
@@ -107,8 +121,9 @@ def _connect(where: m.Attach, session: str, want_pool: bool) -> Attachment:
         finally:
             for fd in fds:
                 os.close(fd)
-        threading.Thread(target=pool.prefault, name="lmcache-prefault", daemon=True).start()
-        return Attachment(lifeline, pool, "")
+        attachment = Attachment(lifeline, pool, "")
+        attachment.prefault()
+        return attachment
     except BaseException:
         lifeline.close()
         raise

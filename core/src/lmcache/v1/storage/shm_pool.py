@@ -55,12 +55,17 @@ class PoolView:
     def generation(self, offset: int) -> int:
         return int(self.generations[offset // PAGE])
 
-    def prefault(self) -> None:
-        """Fill this process's page tables, so that the first copy pays no page faults. Releases the GIL."""
+    def prefault(self, stop: threading.Event) -> None:
+        """Fill this process's page tables, so that the first copy pays no page faults. Releases the GIL.
+
+        Once ``stop`` is set it ends after the step that it is in.
+        """
         libc = ctypes.CDLL(None, use_errno=True)
         libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         start, total = self.address - table_bytes(self.data_bytes), len(self._whole)
         for at in range(0, total, _RESERVE_STEP):
+            if stop.is_set():
+                return
             if libc.madvise(start + at, min(_RESERVE_STEP, total - at), _MADV_POPULATE_WRITE):
                 logger.debug("prefault stopped: %s", os.strerror(ctypes.get_errno()))
                 return
