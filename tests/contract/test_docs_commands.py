@@ -1,4 +1,4 @@
-"""Every command of the operators' pages runs as it is written there, at a server with a tier."""
+"""Every command of the pages runs as it is written there, at a server with a tier."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ import pytest
 from helpers.forked_server import ForkedServer
 from helpers.server import http_get
 from helpers.tier_load import Stranger
+from lmcache.cli.args import Parser
 from lmcache.cli.main import main
+from lmcache.cli.verbs import device_verify
+from lmcache.integration.vllm.inproc_settings import read_config
+from lmcache.integration.vllm.settings import read_settings
 from lmcache.v1.multiprocess.server import app
 from lmcache.v1.multiprocess.server.config import ServerConfig
 from lmcache.v1.multiprocess.server.tiers import parse_adapters
@@ -26,13 +30,15 @@ from lmcache.v1.storage.l2.registry import BUILT_IN
 REPOSITORY = Path(__file__).parents[2]
 PAGES = [
     "README.md",
-    *(f"docs/{name}.md" for name in ("operators", "tiers", "engine", "configuration", "eviction")),
-    *sorted(f"docs/storage/{page.name}" for page in (REPOSITORY / "docs/storage").glob("*.md")),
+    *sorted(page.relative_to(REPOSITORY).as_posix() for page in (REPOSITORY / "docs").rglob("*.md")),
 ]
 FENCED = re.compile(r"^```(?:bash|sh|console)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 AT_THE_SERVER = ("ping", "describe", "query kvcache", "kvcache", "quota")
 FAILS = ("query engine",)
 """There is no engine here: exit code 1, but no wrong usage."""
+OF_DEVICES = "device verify"
+"""There is no device here: its flags are read, and no more."""
+CONNECTORS = {"LMCacheMPConnector": read_settings, "LMCacheConnectorV1": read_config}
 OF_EXAMPLES = ("sqlite",)
 """Storage engines of the sample plugins, which have tests of their own."""
 PROMPT = list(range(600))
@@ -107,10 +113,15 @@ def test_every_command_of_the_docs_runs_as_written(
         return
     if words[0] == "vllm":
         config = json.loads(words[words.index("--kv-transfer-config") + 1])
-        assert config["kv_connector"] == "LMCacheMPConnector"
+        CONNECTORS[config["kv_connector"]](config.get("kv_connector_extra_config", {}))
         return
-    line = " ".join(words[1:])
-    argv = words[1:]
+    line = " ".join(words[1:]).removesuffix(" &")
+    argv = [word for word in words[1:] if word != "&"]
+    if line.startswith(OF_DEVICES):
+        parser = Parser()
+        device_verify.add(parser)
+        parser.parse(argv[2:])
+        return
     if line.startswith(AT_THE_SERVER) and "--help" not in argv:
         if "--port" in argv:
             at = argv.index("--port")
