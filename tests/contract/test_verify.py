@@ -272,7 +272,7 @@ def test_an_expression_that_names_no_test_is_refused(site: Path) -> None:
         ("--report", "/proc/report.json", "expected a file in a folder"),
         ("--junit", "/proc/self/status", "expected a file in a folder"),
         ("--junit", "{folder}/" + 300 * "x", "expected a file in a folder"),
-        ("--level", "best", "invalid choice"),
+        ("--level", "best", "--level: 'best': expected one of packaging, basic"),
         ("--timeout", "0", "expected seconds above 0"),
     ],
 )

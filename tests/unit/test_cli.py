@@ -124,7 +124,7 @@ USAGE = [
     (["ping", "--hos=x"], "unknown flag '--hos': did you mean --host?"),
     (["ping", "-x"], "unknown flag '-x'"),
     (["ping", "now"], "unexpected argument 'now'"),
-    (["ping", "--format", "xml"], "--format: invalid choice: 'xml'"),
+    (["ping", "--format", "xml"], "--format: 'xml': expected one of terminal, json"),
     (["ping", "--port"], "--port: expected one argument"),
     (["ping", "--port", "99999"], "port 99999: expected a number within 1..65535"),
     (["ping", "--port", "x"], "port x: expected a number within 1..65535"),

@@ -307,7 +307,7 @@ def test_a_shared_directory_is_swept_of_old_unfinished_files_only(tmp_path: Path
     [
         ({}, "max_gb, path: missing|path, max_gb: missing"),
         ({"path": "/x"}, "max_gb: missing"),
-        ({"path": "/x", "max_gb": 0}, "max_gb=0: expected float > 0"),
+        ({"path": "/x", "max_gb": 0}, "max_gb=0: expected a number > 0"),
         ({"path": "/x", "max_gb": 1, "fsync": "yes"}, "fsync='yes': expected one of none, data, full"),
         ({"path": "/x", "max_gb": 1, "thread": 2}, "did you mean threads"),
     ],

@@ -256,7 +256,7 @@ def test_a_trace_without_blocks_is_refused(
         (2, ("T", "--policy", "LRU,"), "--policy '': expected all or some of LRU"),
         (2, ("T", "--blocks", "10,0"), "--blocks: '0': expected a whole number of at least 1"),
         (2, ("T", "--blocks", "many"), "--blocks: 'many': expected a whole number"),
-        (2, ("T", "--replay", "l2"), "--replay: invalid choice: 'l2'"),
+        (2, ("T", "--replay", "l2"), "--replay: 'l2': expected one of accesses, l1"),
         (2, (), "the following arguments are required: TRACE"),
         (
             1,

@@ -28,6 +28,12 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message.removeprefix('argument ')}; see {self.prog} --help")
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """As argparse's, whose words differ from Python to Python."""
+        if action.choices is not None and value not in action.choices:
+            expected = ", ".join(map(str, action.choices))
+            raise argparse.ArgumentError(action, f"{value!r}: expected one of {expected}")
+
     def print_help(self, file: Any = None) -> None:
         """To standard output, whose faults are then reported like those of any other output."""
         write(self.format_help().rstrip())

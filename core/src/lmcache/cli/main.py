@@ -135,7 +135,7 @@ def _help(path: Sequence[str]) -> str:
         f"  {name:{width}}  verb of the plugin {clean(point.source)}" for name, point in offered.items()
     ]
     lines += ["", "lmcache VERB --help lists a verb's flags; lmcache --version prints the version."]
-    lines += ["Exit codes: 0 done, 1 failed, 2 wrong usage, 3 the server cannot start."]
+    lines += ["Exit codes: 0 done, 1 failed, 2 wrong usage, 3 cannot start."]
     return "\n".join(lines)
 
 

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--tokens {args.tokens}: expected {_TOKENS[0]}..{_TOKENS[1]}")
     missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
     if missing:
-        raise StartupError(f"{' and '.join(missing)} not installed: the demo needs {' and '.join(_NEEDS)};"
+        raise StartupError(f"the demo needs {' and '.join(missing)}, not installed here;"
                            " pip install 'lmcache[transformers]'")  # fmt: skip
     with _termination_as_interrupt():
         with _server(args.tokens) as address:

@@ -133,7 +133,8 @@ class ServerConfig(msgspec.Struct, kw_only=True, frozen=True):
         self._check_addresses()
         if not 0 < self.l1_size_gb <= _MAX_L1_GIB:
             raise ConfigError(
-                f"--l1-size-gb {self.l1_size_gb:g}: expected a positive number of GiB, e.g. --l1-size-gb 10"
+                f"--l1-size-gb {self.l1_size_gb:g}: expected a positive number of GiB, at most {_MAX_L1_GIB};"
+                " e.g. --l1-size-gb 10"
             )
         if self.l1_bytes < _MIN_L1_BYTES:
             least = f"{_MIN_L1_BYTES / 2**30:g} GiB (1 MiB)"

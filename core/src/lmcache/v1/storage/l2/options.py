@@ -30,6 +30,11 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(i?)B?|B)?")
 _MAX_PATH = 4095  # Linux' own limit
+_KINDS = {
+    "array": "a list", "bool": "true or false", "float": "a number", "int": "a whole number", "object": "a map",
+    "str": "text",
+}  # fmt: skip
+"""Types of JSON in an operator's words."""
 _SECRET = re.compile("pass|secret|token|credential", re.IGNORECASE)
 
 
@@ -102,5 +107,6 @@ def _expected(kind: Any, exc: Exception) -> str:
     """What would have been accepted, in words."""
     if get_origin(kind) is Literal:
         return f"expected one of {', '.join(map(str, get_args(kind)))}"
-    text = str(exc).replace("`", "").replace(" - at $", " at ")
+    text = re.sub(", got `.*?`", "", str(exc)).replace("`$", "`")
+    text = re.sub("`(.*?)`", lambda kind: _KINDS.get(kind[1], kind[1]), text).replace(" - at ", " at ")
     return text[:1].lower() + text[1:]
