@@ -67,9 +67,6 @@ class LMCacheMetadata:
         """Element type per group."""
         return [group.dtype for group in self._groups()] or [self.kv_dtype]
 
-    def get_num_groups(self) -> int:
-        return len(self._groups()) or 1
-
     def _groups(self) -> list[Any]:
         manager = self.kv_layer_groups_manager
         return list(manager.kernel_groups) if manager is not None else []

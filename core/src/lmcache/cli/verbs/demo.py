@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import IO, Any
 
 from lmcache.cli.args import UsageError, add_format, integer
@@ -173,9 +173,8 @@ def _end(process: subprocess.Popen[str]) -> None:
     try:
         if process.poll() is None:
             process.terminate()
-            process.wait(_DRAIN_SECONDS)
-    except subprocess.TimeoutExpired:
-        pass
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_DRAIN_SECONDS)
     finally:  # also if a second Ctrl-C cuts the waiting short
         process.kill()
         process.wait()

@@ -36,7 +36,7 @@ L1_NAME = "l1"
 
 
 class TierOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What an operator may choose, for all tiers.
+    """What holds for all tiers. The server's flags set all but the breaker's figures and ``promote``.
 
     Raises:
         ConfigError: for a value that cannot be used.
