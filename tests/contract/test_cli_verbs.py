@@ -264,7 +264,7 @@ def test_silence_ends_with_the_time_limit(cli: Command) -> None:
         began = time.monotonic()
         line = cli.fails("ping", "--host", address, "--timeout", "0.3")
     assert f"no cache server answers at {address} within 0.3 s (Hello: no answer" in line
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 10
 
 
 # ---- query engine

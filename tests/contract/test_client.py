@@ -83,7 +83,7 @@ def test_closing_does_not_wait_for_a_server_that_is_away() -> None:
     assert not one.start(wait=0.1)
     start = time.monotonic()
     one.close()
-    assert time.monotonic() - start < QUICK["control_timeout"] + 1
+    assert time.monotonic() - start < 5 * QUICK["control_timeout"]
     with pytest.raises(Unavailable):
         one.call(m.Status())
     one.post(m.Release(session="", leases=[1]))

@@ -82,14 +82,12 @@ def test_a_wait_ends_after_the_other_process_s_work(
 def test_a_wait_on_a_stream_holds_the_stream_and_not_the_host(
     backend: CpuEventIPCBackend, peer: Peer, data: Any
 ) -> None:
-    event = imported(backend, peer, "record(0.5, 7, 42)")
+    event = imported(backend, peer, "record(1.5, 7, 42)")
     seen: list[int] = []
     with CpuStream() as stream:
-        started = time.monotonic()
         backend.wait_event(event, stream)
         stream.launch_host_func(lambda _: seen.append(data[7]))
-        assert time.monotonic() - started < 0.3
-        assert seen == []
+        assert seen == [], "the host is here before the record has ended"
         stream.synchronize()
     assert seen == [42]
 
@@ -126,16 +124,10 @@ def test_a_completion_wakes_who_waits(
 
 def test_a_query_never_blocks(backend: CpuEventIPCBackend, peer: Peer) -> None:
     event = imported(backend, peer, "record(1.0)")
-    longest, asked = 0.0, 0
-    while True:
-        started = time.perf_counter()
-        complete = backend.query_event(event)
-        longest = max(longest, time.perf_counter() - started)
-        if complete:
-            break
+    asked = 0
+    while not backend.query_event(event):
         asked += 1
-    assert asked > 20
-    assert longest < 0.5
+    assert asked > 20, "one that blocked would have been there for the end of the record"
 
 
 def test_a_wait_is_for_the_last_record_when_it_is_called(backend: CpuEventIPCBackend) -> None:

@@ -160,7 +160,7 @@ def test_a_load_that_was_never_sent_needs_no_fence(server: RunningServer) -> Non
                 client.call(lmcache_driven.m.Ping(session=client.session))
             began = time.monotonic()
             assert engine.load("one", B) == [False]
-            assert time.monotonic() - began < 1
+            assert time.monotonic() - began < 10, "sooner than any fence"
         engine.end("one")
         engine.wait_up()
         nothing_held(server)

@@ -125,6 +125,7 @@ USAGE = [
     (["ping", "-x"], "unknown flag '-x'"),
     (["ping", "now"], "unexpected argument 'now'"),
     (["ping", "--format", "xml"], "--format: 'xml': expected one of terminal, json"),
+    (["server"], "--l1-size-gb: missing, expected GiB"),
     (["ping", "--port"], "--port: expected one argument"),
     (["ping", "--port", "99999"], "port 99999: expected a number within 1..65535"),
     (["ping", "--port", "x"], "port x: expected a number within 1..65535"),

@@ -17,7 +17,7 @@ import pytest
 
 from helpers.server import Worker, channel_to, namespace, wait_for
 from lmcache.errors import ConfigError, StartupError
-from lmcache.v1.multiprocess.client import CacheClient
+from lmcache.v1.multiprocess.client import CacheClient, ClientOptions
 from lmcache.v1.multiprocess.server.config import ServerConfig
 from lmcache.v1.multiprocess.server.embedded import EmbeddedServer, embedded_address
 from lmcache.v1.protocol import messages as m
@@ -137,10 +137,10 @@ def test_what_waits_for_a_tier_is_written_at_the_end_and_found_by_the_next(
 
 
 def test_the_scheduler_outlives_it_without_waiting(server: EmbeddedServer, engine: str) -> None:
-    client = CacheClient(server.address, "scheduler", engine)
+    client = CacheClient(server.address, "scheduler", engine, options=ClientOptions(control_timeout=60.0))
     assert client.start(wait=10), client.reason
     server.close()
     ended = threading.Thread(target=client.close)
     ended.start()
-    ended.join(1.5)
+    ended.join(20)
     assert not ended.is_alive(), "no goodbye to who is gone"

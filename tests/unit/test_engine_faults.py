@@ -181,7 +181,7 @@ def test_no_call_is_slower_than_its_deadline(mode: str, layerwise: bool) -> None
         rig.store(TOKENS)
         assert rig.retrieve(TOKENS) == len(TOKENS)
         rig.engine.clear()
-        assert time.monotonic() - began < 4
+        assert time.monotonic() - began < 8
         rig.engine.lookup_unpin("a")
         bad.release()
         settle(lambda: rig.engine.status()["live_objects"] == 0, "objects to come back")
@@ -194,7 +194,7 @@ def test_a_tier_that_hangs_does_not_keep_the_engine_from_closing() -> None:
     rig.store(TOKENS)
     began = time.monotonic()
     rig.engine.close(0.5)
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 10
     bad.release()
     settle(lambda: not engine_threads(), "threads to end")
 
@@ -279,7 +279,7 @@ def test_a_load_for_which_there_is_no_room_is_a_miss_at_once() -> None:
         assert rig.retrieve(TOKENS) == 0
         assert rig.retrieve(TOKENS[:CHUNK]) == 0
         rig.store(TOKENS)
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 8, "less than one wait for tiers"
         for offset in taken:
             allocator.free(offset)
         rig.store(TOKENS)

@@ -343,5 +343,5 @@ def test_a_slow_tier_delays_no_lookup_beyond_its_time() -> None:
         below.mode = "hangs"
         began = time.monotonic()
         assert rig.engine.lookup(TOKENS) == 0
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 5, "half of what a retrieve may wait"
         below.release()

@@ -21,7 +21,7 @@ from lmcache.v1.storage.l2.envelope import EnvelopeError, check
 from lmcache.v1.storage.l2.registry import build
 
 N = 3
-SOON = 3.0
+SOON = 8.0
 
 
 def honest(asked: Any, service: LocalServer) -> Any:

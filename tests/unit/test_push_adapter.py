@@ -59,10 +59,10 @@ def test_a_peer_that_is_away_costs_one_time_out_and_then_nothing_for_a_while() -
         adapter.store([put_of("a")], Call(10))
     assert 0.2 < time.monotonic() - began < 5
     began = time.monotonic()
-    for _ in range(10):
+    for _ in range(100):
         with pytest.raises(AdapterError):
             adapter.contains([key_of("a")], Call(10))
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 10, "a time-out each would be 30 s"
     adapter.close()
 
 

@@ -68,7 +68,7 @@ def test_a_lookup_answers_pending_when_its_wait_is_over_and_finds_all_under_the_
     lease, found = scheduler.lookup(wait=0.05)
     took = time.monotonic() - began
     assert (found.chunks, found.pending, found.slots) == (0, True, [])
-    assert 0.05 <= took < 2
+    assert took >= 0.05
     again = m.Lookup(session=scheduler.session, request="r", lease=lease, hashes=b"", known=5, wait=0)
     assert scheduler.ask(again).pending
     tier.reads.set()

@@ -17,7 +17,7 @@ from lmcache.v1.storage.l2 import workers
 from lmcache.v1.storage.l2.fault import FaultAdapter, FaultOptions
 
 FAST = {"load_seconds": 0.15, "store_seconds": 0.15, "breaker_seconds": 0.03, "breaker_failures": 2}
-SLACK = 2.0
+SLACK = 4.0
 """Seconds that a busy machine may add to a deadline."""
 RATES = (
     "error", "hang", "wrong_answer", "miss", "phantom", "short", "empty", "wrong_bytes", "wrong_object", "lost", "torn",

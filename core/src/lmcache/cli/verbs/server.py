@@ -6,7 +6,7 @@ import argparse
 from dataclasses import asdict
 from typing import Any
 
-from lmcache.cli.args import add_format, integer, number
+from lmcache.cli.args import UsageError, add_format, integer, number
 from lmcache.cli.output import emit
 
 HELP = "run the cache server"
@@ -31,6 +31,8 @@ def run(args: argparse.Namespace) -> int:
     from lmcache.v1.multiprocess.server.app import run_server
     from lmcache.v1.multiprocess.server.config import FLAGS, ServerConfig
 
+    if args.l1_size_gb is None:
+        raise UsageError("--l1-size-gb: missing, expected GiB of shared memory for L1, e.g. --l1-size-gb 10")
     given = {name.replace("-", "_"): getattr(args, name.replace("-", "_")) for name, _, _ in FLAGS}
     fields: dict[str, Any] = {
         k: tuple(v) if isinstance(v, list) else v for k, v in given.items() if v is not None
