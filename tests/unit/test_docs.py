@@ -1,4 +1,4 @@
-"""The operators' pages name what there is: every flag, series and option, and nothing else."""
+"""The pages name what there is: every flag, series and option, and no link, flag, series or variable beside it."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 from lmcache.cli.args import Parser
 from lmcache.cli.main import VERBS
 from lmcache.integration.vllm import settings
+from lmcache.v1.config import FIELDS
 from lmcache.v1.multiprocess.server import app
 from lmcache.v1.multiprocess.server.config import FLAGS, ServerConfig
 from lmcache.v1.multiprocess.server.metrics import TIER_COUNTERS, TIER_GAUGES, Metrics
@@ -167,3 +168,37 @@ def test_every_option_of_a_tier_is_documented(kind: str) -> None:
     options = options_of(kind)
     assert options
     assert {name for name in options if not re.search(rf"[`\"]{name}[`\"]", page)} == set()
+
+
+# ---- links
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    plain = (re.sub(r"\[([^]]*)\]\([^)]*\)|[`*]", r"\1", heading) for heading in headings)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in plain}
+
+
+def test_every_link_within_the_pages_leads_somewhere() -> None:
+    dead = []
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]:
+        for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+            path, _, anchor = link.partition("#")
+            target = page.parent / path if path else page
+            if link.startswith("http"):
+                continue
+            if not target.exists() or (anchor and anchor not in anchors(target)):
+                dead.append(f"{page.relative_to(ROOT)}: {link}")
+    assert dead == []
+
+
+def test_every_variable_that_is_named_is_read_somewhere() -> None:
+    folders = (ROOT / name for name in ("core/src", "plugins", "tests", "tools", "benchmarks"))
+    kinds = (".py", ".cpp", ".h", ".tmpl", ".toml", ".txt", ".sh")
+    files = [path for folder in folders for path in folder.rglob("*") if path.suffix in kinds]
+    files += [ROOT / "noxfile.py"]
+    code = "\n".join(path.read_text(encoding="utf-8", errors="replace") for path in files)
+    known = set(re.findall(r"\bLMCACHE_[A-Z0-9_]+\b", code)) | {f"LMCACHE_{key.upper()}" for key in FIELDS}
+    named = {name for text in PAGES.values() for name in re.findall(r"\bLMCACHE_[A-Z0-9_]+\b", text)}
+    assert named - known == {"LMCACHE_NATIVE_ABI_VALUE"}, "a vendor's own, in an example of the SDK's page"
