@@ -36,9 +36,6 @@ class StubEngine:
         ]
         self.answers[path] = (200, "text/event-stream; charset=utf-8", chunks)
 
-    def set_text(self, path: str, text: str, kind: str = "text/event-stream", status: int = 200) -> None:
-        self.answers[path] = (status, kind, [text])
-
 
 @contextmanager
 def stub_engine() -> Iterator[StubEngine]:
