@@ -249,11 +249,7 @@ class Service:
             )
         engine.namespaces[session.rank] = namespaces
         session.registered = True
-        for ns_digest, ns in namespaces:
-            self._known.pop(ns_digest, None)  # the one registered last is at the end
-            self._known[ns_digest] = ns
-        for ns_digest in list(self._known)[:-_MAX_KNOWN]:
-            del self._known[ns_digest]
+        self._remember(namespaces)
         fields = {"ranks": engine.ranks, "model": msg.namespaces[0].model, "groups": len(msg.namespaces)}
         self._emit(
             "engine_registered",
@@ -270,6 +266,13 @@ class Service:
         assert session.peer is not None  # noqa: S101 -- check_peer
         self.devices.open(session.id, session.peer.pid, msg.device, msg.namespaces, later)
         return None
+
+    def _remember(self, namespaces: Sequence[tuple[bytes, Namespace]]) -> None:
+        for ns_digest, ns in namespaces:
+            self._known.pop(ns_digest, None)  # the one registered last is at the end
+            self._known[ns_digest] = ns
+        for ns_digest in list(self._known)[:-_MAX_KNOWN]:
+            del self._known[ns_digest]
 
     # ---- loads
 
