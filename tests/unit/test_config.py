@@ -76,6 +76,15 @@ def test_a_wrong_value_is_an_error_even_where_another_source_overrides_it(tmp_pa
     assert f"chunk_size (file {path})='many'" in refusal(load, path, {"chunk_size": 1})
 
 
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(5, "a number"), (True, "a boolean"), ("s3cret", "text of 6"), (["s3cret"], "a list of 1")],
+)
+def test_what_is_no_map_is_told_by_its_kind_alone(value: object, shown: str) -> None:
+    said = refusal(LMCacheEngineConfig.from_dict, {"extra_config": value})
+    assert said.startswith(f"extra_config (code)={shown}: expected a map")
+
+
 @pytest.mark.parametrize("key", list(FIELDS))
 def test_every_key_refuses_what_it_is_not_and_says_what_it_takes(key: str) -> None:
     said = refusal(LMCacheEngineConfig.from_dict, {key: object()})

@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     places(None if config.store_location is None else [config.store_location], specs, "store_location")
     tiers = [masked({"name": tier.name, **tier.spec}) for tier in specs]
     keys = sorted(config.sources)
-    text = f"{args.file}: {len(keys)} settings, {len(tiers)} storage engines below L1; all well"
+    text = f"{args.file}: all well; settings: {len(keys)}, storage engines below L1: {len(tiers)}"
     emit(args.format, {"file": args.file, "settings": keys, "tiers": tiers}, text)
     return 0
 

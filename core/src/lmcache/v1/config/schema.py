@@ -184,6 +184,9 @@ FIELDS: Mapping[str, Field] = _fields()
 
 
 _MAPS = ("extra_config", "l2_adapters")
+_KINDS: Mapping[type, str] = {
+    bool: "a boolean", dict: "a map", float: "a number", int: "a number", list: "a list", str: "text",
+}  # fmt: skip
 
 
 def convert(key: str, value: Any, source: str) -> Any:
@@ -196,8 +199,17 @@ def convert(key: str, value: Any, source: str) -> Any:
     try:
         return msgspec.convert(_parsed(key, value), field.type, strict=not isinstance(value, str))
     except (msgspec.ValidationError, msgspec.DecodeError, RecursionError, UnicodeEncodeError):
-        shown = type(value) if key in _MAPS else value  # a map may hold a password
-        raise ConfigError(bad_value(f"{key} ({source})", shown, field.expected)) from None
+        name = f"{key} ({source})"
+        if key in _MAPS:  # which may hold a password
+            raise ConfigError(f"{name}={outline(value)}: expected {field.expected}") from None
+        raise ConfigError(bad_value(name, value, field.expected)) from None
+
+
+def outline(value: Any) -> str:
+    """What a value of YAML is, without showing any of it."""
+    if isinstance(value, (str, list)):
+        return f"{_KINDS[type(value)]} of {len(value)}"
+    return _KINDS.get(type(value), type(value).__name__)
 
 
 def _parsed(key: str, value: Any) -> Any:

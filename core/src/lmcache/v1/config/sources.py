@@ -12,7 +12,7 @@ import yaml
 from lmcache.errors import ConfigError
 from lmcache.v1.config.refused import REFUSED, asks_for_nothing
 from lmcache.v1.config.rules import check
-from lmcache.v1.config.schema import FIELDS, LMCacheEngineConfig, convert
+from lmcache.v1.config.schema import FIELDS, LMCacheEngineConfig, convert, outline
 
 __all__ = ["FILE_VARIABLE", "OTHER_VARIABLES", "from_environment", "from_file", "merged", "named_file"]
 
@@ -75,7 +75,7 @@ def from_file(path: str) -> Layer:
         return {}
     if not isinstance(found, dict):
         raise ConfigError(
-            f"configuration file {path}: a {type(found).__name__}: expected a map of keys, e.g. chunk_size: 256"
+            f"configuration file {path}: {outline(found)}: expected a map of keys, e.g. chunk_size: 256"
         )
     return {str(key): (f"file {path}", value) for key, value in found.items()}
 
