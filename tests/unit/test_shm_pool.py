@@ -90,7 +90,7 @@ def test_what_one_mapping_writes_another_reads(pool: ShmPool) -> None:
     other.data[7] = 42
     other.generations[3] = 99
     assert (pool.view.data[7], pool.view.generation(3 * PAGE + 1)) == (42, 99)
-    other.prefault()
+    other.prefault(threading.Event())
     assert other.data[7] == 42
 
 
