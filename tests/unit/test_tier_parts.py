@@ -18,7 +18,7 @@ from lmcache.v1.storage.l2 import workers as workers_module
 from lmcache.v1.storage.l2.adapter import Call, Held
 from lmcache.v1.storage.l2.breaker import CLOSED, OPEN, Breaker
 from lmcache.v1.storage.l2.clock import Clock
-from lmcache.v1.storage.l2.tier_index import TierIndex
+from lmcache.v1.storage.l2.tier_index import Item, TierIndex
 from lmcache.v1.storage.l2.workers import Job, Workers
 
 # ------------------------------------------------------------------------------------------------------- clock
@@ -108,10 +108,10 @@ def test_an_index_holds_what_was_added_and_not_removed(story: list[tuple[str, in
     for what, number, size in story:
         key = bytes([number])
         if what == "add":
-            index.add(key, size)
+            index.add(key, Item(size))
             model[key] = size
         elif what == "remove":
-            removed = {key: model.pop(key)} if key in model else {}
+            removed = {key: Item(model.pop(key))} if key in model else {}
             assert index.remove([key, key]) == removed
         else:
             index.touch([key])

@@ -17,6 +17,7 @@ import msgspec
 
 from lmcache.errors import ConfigError, StartupError
 from lmcache.v1.keys import Namespace
+from lmcache.v1.storage.accounts import AccountUsage
 from lmcache.v1.storage.eviction import EvictionPolicy
 from lmcache.v1.storage.l1 import L1Cache
 from lmcache.v1.storage.l2.adapter import AdapterError, Call, StorageAdapter
@@ -217,9 +218,28 @@ class TieredStore:
         counts = {L1_NAME: self.l1.clear(force)} if l1 else {}
         return self._below(below, counts, lambda tier, call: tier.clear(call))
 
+    def set_quota(self, account: str, nbytes: int | None, tier: str = L1_NAME) -> None:
+        """Limit what an account may take in L1 or in a tier of our own; None: no limit.
+
+        Raises:
+            KeyError: for an unknown tier. ValueError: for one where accounts cannot be limited.
+        """
+        if tier == L1_NAME:
+            self.l1.set_quota(account, nbytes)
+        else:
+            self._named(tier).set_quota(account, nbytes)
+
+    def accounts(self) -> list[tuple[str, str, AccountUsage]]:
+        """Tier, account and what it has there, of L1 first, then of every tier that knows."""
+        rows = [(L1_NAME, name, has) for name, has in self.l1.usage_by_account().items()]
+        return rows + [
+            (tier.name, name, has) for tier in self._tiers for name, has in tier.accounts().items()
+        ]
+
     def status(self) -> list[dict[str, Any]]:
         """Every tier: ``name``, ``type``, ``where``, ``shared``, ``sync``, ``state``, ``objects``, ``used_bytes``,
-        ``capacity_bytes`` (-1: not known), ``queued_objects``, ``queued_bytes``, and running totals."""
+        ``capacity_bytes`` (-1: not known), ``accounts`` (None: not known), ``queued_objects``,
+        ``queued_bytes``, and running totals."""
         return [{**tier.status(), **self._writes.waiting(tier)} for tier in self._tiers]
 
     def known(self, tier: str, key: bytes) -> bool | None:
@@ -281,7 +301,7 @@ class TieredStore:
         for tier in self._tiers:
             if tier.name == name:
                 return tier
-        raise KeyError(f"tier {name!r}: expected one of {', '.join(self.names)}")
+        raise KeyError(f"tier {name!r}: expected one of {', '.join([L1_NAME, *self.names])}")
 
     def _chosen(self, names: Sequence[str] | None) -> tuple[bool, list[Tier]]:
         if names is None:

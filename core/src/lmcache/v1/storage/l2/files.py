@@ -172,7 +172,8 @@ def inspect(fd: int, key: bytes, info: os.stat_result) -> Held:
     expected = file_bytes(len(header), found.size)
     if info.st_size != expected:
         raise Spoiled(f"{file_name(key)}: {info.st_size} bytes, expected {expected}")
-    return Held(key, len(header) + found.size, max(info.st_atime, info.st_mtime))
+    used = max(info.st_atime, info.st_mtime)
+    return Held(key, len(header) + found.size, used, found.account, info.st_blocks * 512)
 
 
 def header_in(base: int, key: bytes) -> bytes | None:

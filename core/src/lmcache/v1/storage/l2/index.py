@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import NamedTuple
 
+from lmcache.v1.storage.accounts import Accounts
 from lmcache.v1.storage.l2.adapter import Held
 from lmcache.v1.storage.l2.file_root import TMP, new_file, opened, opened_folder
 from lmcache.v1.storage.l2.files import FOLDERS, Spoiled, folder_name, inspect, key_of, open_file, remove
@@ -27,12 +28,19 @@ class _Entry(NamedTuple):
     size: int
     used: float
     blocks: int
+    account: str
 
 
 class Index:
-    """Objects by key, and the bytes that they take on the disk. For many threads; no method does I/O."""
+    """Objects by key, and the bytes that they take on the disk. For many threads; no method does I/O.
 
-    def __init__(self) -> None:
+    Args:
+        quotas: what accounts may take, by their names; the caller may change it.
+    """
+
+    def __init__(self, quotas: dict[str, int] | None = None) -> None:
+        self.accounts = Accounts(quotas)
+        """Who has how much of :attr:`used`; all of it together."""
         self._lock = threading.Lock()
         self._entries: dict[bytes, _Entry] = {}
         self._bytes = self._coming = 0
@@ -53,26 +61,37 @@ class Index:
     def held(self) -> list[Held]:
         """Every object."""
         with self._lock:
-            return [Held(key, entry.size, entry.used) for key, entry in self._entries.items()]
+            return [
+                Held(key, entry.size, entry.used, entry.account, entry.blocks)
+                for key, entry in self._entries.items()
+            ]
 
-    def expect(self, nbytes: int, capacity: int) -> bool:
-        """Count ``nbytes`` that are about to be written, if they fit."""
+    def expect(self, nbytes: int, capacity: int, account: str = "") -> bool:
+        """Count ``nbytes`` that are about to be written, if they fit, also within the account's quota."""
         with self._lock:
+            quota = self.accounts.quota(account)
             if self.used + nbytes > capacity:
                 return False
+            if quota is not None and self.accounts.used(account) + nbytes > quota:
+                return False
             self._coming += nbytes
+            self.accounts.take(account, nbytes)
             return True
 
-    def settle(self, nbytes: int) -> None:
+    def settle(self, nbytes: int, account: str = "") -> None:
         """What was expected has come, or will not."""
         with self._lock:
             self._coming -= nbytes
+            self.accounts.give(account, nbytes)
 
     def add(self, held: Held, blocks: int) -> None:
         with self._lock:
-            old = self._entries.get(held.key)
-            self._entries[held.key] = _Entry(held.size, held.used, blocks)
-            self._bytes += blocks - (old.blocks if old else 0)
+            account = held.account or ""
+            self.accounts.take(account, blocks)
+            self.accounts.published(account)
+            self._bytes += blocks
+            self._out(held.key)
+            self._entries[held.key] = _Entry(held.size, held.used, blocks, account)
 
     def correct(self, key: bytes, blocks: int) -> None:
         """A file's space is not always final when it is closed (delayed allocation, compression)."""
@@ -83,15 +102,23 @@ class Index:
             entry = self._entries.get(key)
             if entry is not None:
                 self._bytes += blocks - entry.blocks
+                self.accounts.take(entry.account, blocks - entry.blocks)
                 self._entries[key] = entry._replace(blocks=blocks)
 
     def drop(self, key: bytes) -> bool:
         """Forget an object; whether it was known."""
         with self._lock:
-            entry = self._entries.pop(key, None)
-            if entry is not None:
-                self._bytes -= entry.blocks
-            return entry is not None
+            return self._out(key)
+
+    def _out(self, key: bytes) -> bool:
+        """Lock held: take an object out of the books, if it is in them."""
+        entry = self._entries.pop(key, None)
+        if entry is None:
+            return False
+        self._bytes -= entry.blocks
+        self.accounts.removed(entry.account)
+        self.accounts.give(entry.account, entry.blocks)
+        return True
 
 
 class Walked(NamedTuple):
