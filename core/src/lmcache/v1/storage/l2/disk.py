@@ -16,7 +16,7 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-from lmcache.errors import ConfigError, StartupError
+from lmcache.errors import StartupError
 from lmcache.logging import init_logger
 from lmcache.v1.storage.accounts import Accounts
 from lmcache.v1.storage.l2 import files
@@ -27,6 +27,7 @@ from lmcache.v1.storage.l2.file_root import (
     TMP,
     Direct,
     Root,
+    check_size,
     each,
     opened,
     opened_folder,
@@ -42,8 +43,6 @@ __all__ = ["DiskAdapter", "DiskOptions", "make"]
 logger = init_logger(__name__)
 
 _LOCK = "lock"
-_TOUCH_SECONDS = 600
-"""How old a file's time of use may get before a load renews it: order after a restart, at little cost."""
 _ACCOUNT = re.compile(r"([0-9a-f]{16})?")
 _locks: set[int] = set()
 """Open lock files of this process."""
@@ -115,7 +114,7 @@ class DiskAdapter(StorageAdapter):
         with starting("disk", options.path):
             self._root = Root(options.path, "disk")
             with self._root.open() as base:
-                self._check_size(base)
+                check_size(self._root, base, options.max_gb)
                 self._adopt(base)
                 try:
                     self._direct = use_direct(self._root, base, options.direct)
@@ -124,15 +123,6 @@ class DiskAdapter(StorageAdapter):
                     raise
 
     # ---- the directory
-
-    def _check_size(self, base: int) -> None:
-        total = os.fstatvfs(base)
-        have, want = total.f_blocks * total.f_frsize, self._options.capacity
-        if have and want > have:
-            raise ConfigError(
-                f"--l2-adapter disk: max_gb={self._options.max_gb:g}: expected at most the size of the file system"
-                f" of {self._root.path}, {have / 2**30:.1f} GiB"
-            )
 
     def _adopt(self, base: int) -> _Owned:
         """Take the directory for ours: lock it, sweep it, read what it holds."""
@@ -236,7 +226,7 @@ class DiskAdapter(StorageAdapter):
         try:
             with files.opened_object(base, want.key, direct) as (fd, info):
                 header = files.load_object(fd, want, direct, info)
-                if time.time() - info.st_atime > _TOUCH_SECONDS:
+                if time.time() - info.st_atime > files.TOUCH_SECONDS:
                     with suppress(OSError):  # read-only: the order of use is all that is lost
                         os.utime(fd, ns=(time.time_ns(), info.st_mtime_ns))
         except FileNotFoundError:

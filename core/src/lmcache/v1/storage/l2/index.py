@@ -16,9 +16,10 @@ from lmcache.v1.storage.l2.adapter import Held
 from lmcache.v1.storage.l2.file_root import TMP, new_file, opened, opened_folder
 from lmcache.v1.storage.l2.files import FOLDERS, Spoiled, folder_name, inspect, key_of, open_file, remove
 
-__all__ = ["Index", "Walked", "names", "sweep", "walk"]
+__all__ = ["TEMP", "Index", "Walked", "clock_of", "names", "sweep", "walk"]
 
-_TEMP = re.compile(r"[0-9]+-[0-9a-f]+\.tmp")
+TEMP = re.compile(r"[0-9]+-[0-9a-f]+\.tmp")
+"""Names of files that are being written."""
 
 _WALKERS = 8
 """Threads that look at folders: a cold disk answers several at once sooner than one after the other."""
@@ -188,34 +189,38 @@ def names(base: int, folder: str) -> tuple[Sequence[bytes], int]:
     return keys, foreign
 
 
-def sweep(base: int, older_than: float | None = None) -> int:
-    """Remove files that were being written; how many. Only what is older than so many seconds by the file system's
-    own clock, if given.
+def sweep(base: int, before: float | None = None) -> int:
+    """Remove files that were being written; how many. Only what was last written to before that time by the file
+    system's own clock, if given.
 
     Raises:
         OSError: as the system says.
     """
     swept = 0
     with opened_folder(TMP, base) as tmp:
-        limit = None if older_than is None else _clock_of(tmp) - older_than
         for name in os.listdir(tmp):
-            if not _TEMP.fullmatch(name):
+            if not TEMP.fullmatch(name):
                 continue
             with suppress(FileNotFoundError):  # its writer, or another server, was quicker
                 info = os.stat(name, dir_fd=tmp, follow_symlinks=False)
-                if stat.S_ISREG(info.st_mode) and (limit is None or info.st_mtime < limit):
+                if stat.S_ISREG(info.st_mode) and (before is None or info.st_mtime < before):
                     os.unlink(name, dir_fd=tmp)
                     swept += 1
     return swept
 
 
-def _clock_of(tmp: int) -> float:
-    """What time it is where the files are: servers of one directory need not agree on it, files in it do."""
-    name, fd = new_file(tmp)
-    try:
-        os.write(fd, b"\0")
-        os.fsync(fd)
-        return os.fstat(fd).st_mtime
-    finally:
-        os.close(fd)
-        os.unlink(name, dir_fd=tmp)
+def clock_of(base: int) -> float:
+    """What time it is where the files are: servers of one directory need not agree on it, files in it do.
+
+    Raises:
+        OSError: as the system says.
+    """
+    with opened_folder(TMP, base) as tmp:
+        name, fd = new_file(tmp)
+        try:
+            os.write(fd, b"\0")
+            os.fsync(fd)
+            return os.fstat(fd).st_mtime
+        finally:
+            os.close(fd)
+            os.unlink(name, dir_fd=tmp)
