@@ -371,6 +371,7 @@ def test_two_that_look_at_once_remove_no_more_than_one(
 
     monkeypatch.setattr(shared_limit, "_oldest", meet)
     monkeypatch.setattr(shared_limit, "_locked", lambda fd, respected: True)
+    monkeypatch.setattr(SharedLimit, "_last", lambda self, fd, now: (0.0, 0.0))
     with filled(tmp_path, 20) as adapter:
         threads = [threading.Thread(target=Server(tmp_path).look) for _ in range(2)]
         for thread in threads:

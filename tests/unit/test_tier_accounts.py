@@ -138,6 +138,20 @@ def test_a_batch_of_several_accounts_is_answered_for_each(tmp_path: Path) -> Non
         assert tier.used() == {"free": 2, "none": 0, "one": 1}
 
 
+def test_what_is_there_already_makes_no_room_in_the_tier(tmp_path: Path) -> None:
+    with shelf(tmp_path, max_gb=10 * TAKEN / GIB) as tier:
+        tier.put("", *range(9))
+        assert tier.put("", *range(5)) == [True] * 5
+        assert tier.there(*range(9)) == list(range(9))
+
+
+def test_of_a_batch_the_first_chunks_are_the_last_to_go(tmp_path: Path) -> None:
+    with shelf(tmp_path) as tier:
+        tier.put("mine", 1, 2, 3, 4)
+        tier.tier.set_quota("mine", 3 * TAKEN)
+        assert until(lambda: tier.there(1, 2, 3, 4) == [1, 2, 3])
+
+
 def test_what_is_there_already_is_no_reason_to_evict_or_refuse(tmp_path: Path) -> None:
     with shelf(tmp_path) as tier:
         tier.put("mine", 1, 2)
@@ -174,6 +188,12 @@ def test_a_quota_holds_for_the_directory_that_comes_in_the_place_of_another(tmp_
         assert tier.used() == {"mine": 1}
         assert tier.put("mine", 4, 5).count(True) >= 1
         assert tier.used()["mine"] <= 2
+        (tmp_path / "disk-1").rename(tmp_path / "small")
+        (tmp_path / "away").rename(tmp_path / "disk-1")
+        tier.tier.set_quota("mine", TAKEN)
+        assert tier.there(1, 2)
+        assert tier.get(1) or tier.get(2)
+        assert until(lambda: tier.used() == {"mine": 1}), "what it holds is too much by now"
 
 
 def test_accounts_are_right_after_damage_and_after_files_that_others_removed(tmp_path: Path) -> None:

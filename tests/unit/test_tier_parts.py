@@ -97,6 +97,20 @@ def test_an_index_gives_up_first_what_was_used_longest_ago_before_it_was_built()
     assert index.victims(0, ()) == []
 
 
+def test_a_policy_that_names_keys_twice_hides_nothing_of_an_account() -> None:
+    class Stutters(LRU):
+        def victims(self) -> Iterator[bytes]:
+            for key in super().victims():
+                yield from (key, key, b"unknown")
+
+    index = TierIndex(
+        Stutters(), [Held(name, 10, float(i), "x") for i, name in enumerate([b"a", b"b", b"c"])]
+    )
+    index.add(b"d", Item(10, "y"))
+    assert index.victims(15, {b"a"}, "x") == [b"b", b"c"]
+    assert index.victims(1000, (), "y") == [b"d"]
+
+
 @given(
     story=st.lists(
         st.tuples(st.sampled_from(["add", "remove", "touch"]), st.integers(0, 5), st.integers(1, 9)),

@@ -34,6 +34,7 @@ __all__ = ["Prefetch", "TierOptions", "TieredStore"]
 
 L1_NAME = "l1"
 """How ``clear`` and ``delete`` call L1."""
+_CLEAR_BATCH = 64
 
 
 class TierOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -210,8 +211,15 @@ class TieredStore:
         """
         l1, below = self._chosen(tiers)
         if account is not None:
+            if below:
+                self._loader.forget(self._loader.keys_of(account))
+            self._writes.forget(self._writes.keys_of(account, below), below)
+            # What is published from now on is not meant.
+            theirs = {tier: tier.index.of_account(account) for tier in below if tier.index is not None}
             counts = {L1_NAME: self.l1.clear(force, account)} if l1 else {}
-            return self._below(below, counts, lambda tier, call: _clear_account(tier, account, call))
+            return self._below(
+                below, counts, lambda tier, call: _clear_account(tier, theirs.get(tier), account, call)
+            )
         if below:
             self._loader.forget(None)
         self._writes.forget(None, below)
@@ -337,18 +345,25 @@ class TieredStore:
         return future
 
 
-def _clear_account(tier: Tier, account: str, call: Call) -> int:
-    """Delete what counts against ``account``, by the headers; -1 where the engine alone knows what it holds."""
-    if tier.index is None:
+def _clear_account(
+    tier: Tier, theirs: tuple[list[bytes], list[bytes]] | None, account: str, call: Call
+) -> int:
+    """Delete of ``theirs`` what counts against ``account``, and what does by its header; -1 where the engine alone
+    knows what it holds."""
+    if theirs is None:
         return -1
-    keys, count = tier.index.keys(), 0
-    for at in range(0, len(keys), 64):
+    mine, unknown = theirs
+    count = 0
+    for at in range(0, len(mine) + len(unknown), _CLEAR_BATCH):
         if call.over:
-            raise AdapterError(f"tier {tier.name}: no time left after {at} of {len(keys)} objects")
-        part = keys[at : at + 64]
-        infos = tier.headers(part, call)
-        mine = [
-            k for k, info in zip(part, infos, strict=True) if info is not None and info.account == account
+            raise AdapterError(
+                f"tier {tier.name}: no time left after {at} of {len(mine) + len(unknown)} objects"
+            )
+        part = mine[at : at + _CLEAR_BATCH]
+        rest = unknown[max(0, at - len(mine)) : max(0, at + _CLEAR_BATCH - len(mine))]
+        infos = tier.headers(rest, call) if rest else []
+        part += [
+            k for k, info in zip(rest, infos, strict=True) if info is not None and info.account == account
         ]
-        count += tier.delete(mine, call) if mine else 0
+        count += tier.delete(part, call) if part else 0
     return count

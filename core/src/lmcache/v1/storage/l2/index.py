@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import stat
+import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -87,7 +88,7 @@ class Index:
 
     def add(self, held: Held, blocks: int) -> None:
         with self._lock:
-            account = held.account or ""
+            account = sys.intern(held.account or "")  # of millions of objects few texts
             self.accounts.take(account, blocks)
             self.accounts.published(account)
             self._bytes += blocks

@@ -7,6 +7,7 @@ nothing beyond a quota, whoever else stores at the same moment.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
@@ -34,7 +35,7 @@ class Coming(NamedTuple):
 def coming(adapter: StorageAdapter, put: Put) -> Coming:
     """What an engine of our own will have with ``put``."""
     try:
-        account = unpack(put.header).account
+        account = sys.intern(unpack(put.header).account)  # of millions of objects few texts
     except EnvelopeError:  # not ours to judge: a load will tell
         account = None
     head, body = len(put.header), len(put.payload)

@@ -42,6 +42,7 @@ _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _DOWN_TO = 0.90
 _DUTY = 10
 """Times as long as a look takes nobody looks again: a huge directory on a slow server is not read all the time."""
+_MOST_REST = 86400.0
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
 """File systems without locks, by mount option or altogether. The time on the file keeps servers apart as a rule."""
 _GONE = frozenset({errno.ENOENT, errno.ESTALE})
@@ -146,7 +147,7 @@ class SharedLimit:
         if match is None:
             return age, 0.0
         self.found = Found(*map(int, match.groups()))
-        return age, max(self._seconds, _DUTY * self.found.seconds)
+        return age, max(self._seconds, min(_DUTY * self.found.seconds, _MOST_REST))
 
     def _work(self, base: int, now: float, fd: int) -> None:
         began = time.monotonic()

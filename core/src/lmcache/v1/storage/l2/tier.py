@@ -248,7 +248,9 @@ class Tier:
         new = [one for one, fit in zip(all_of_them, fits, strict=True) if fit]
         answers = iter(self._store(new, call) if new else ())
         stored = [fit and next(answers) for fit in fits]
-        for one, has in zip(all_of_them, stored, strict=True):
+        for one, has in reversed(
+            list(zip(all_of_them, stored, strict=True))
+        ):  # the first are to be kept longest
             if has:
                 self.index.add(one.put.key, one.item)
         missing = [one for one, has, fit in zip(all_of_them, stored, fits, strict=True) if fit and not has]
@@ -338,9 +340,13 @@ class Tier:
             logger.warning("tier %s (%s): did not close well: %s", self.name, self.where, exc)
 
     def _need(self, objects: Iterable[Coming]) -> int:
-        """Bytes of what can fit at all: nothing is to go for an object that will not come."""
+        """Bytes of what is new and can fit at all: nothing is to go for an object that will not come."""
         capacity = self.usage().capacity_bytes
-        return sum(one.item.taken for one in objects if capacity <= 0 or one.item.taken <= capacity)
+        return sum(
+            one.item.taken
+            for one in objects
+            if (capacity <= 0 or one.item.taken <= capacity) and not self.may_hold(one.put.key)
+        )
 
     def _room(self, objects: Sequence[Coming], call: Call) -> list[bool]:
         """Evict what it would be too much of, first in the accounts of ``objects``; for each of them whether its
@@ -383,6 +389,7 @@ class Tier:
             self._scans = self.adapter.scans
             self.index.remove(self.index.keys())
             self.index.add_all(self.adapter.scan())
+            self._trim_later()
         return answers
 
     # ---- telling

@@ -78,20 +78,28 @@ class TierIndex:
 
     def victims(self, nbytes: int, without: Collection[bytes], account: str | None = None) -> list[bytes]:
         """Those to go first that take ``nbytes`` in all, or everything; of this account only, if one is named."""
-        chosen: dict[bytes, None] = {}
+        chosen: list[bytes] = []
+        seen: set[bytes] = set()  # a policy may name a key twice
         with self._mutex:
-            left = len(self._items) if account is None else self._objects[account]
+            objects = len(self._items) if account is None else self._objects[account]
             for key in self._policy.victims():
-                if nbytes <= 0 or not left:
+                if nbytes <= 0 or len(seen) == objects:
                     break
                 item = self._items.get(key)
-                if item is None or key in chosen or account not in (None, item.account):
+                if item is None or key in seen or account not in (None, item.account):
                     continue
-                left -= 1
+                seen.add(key)
                 if key not in without:
-                    chosen[key] = None
+                    chosen.append(key)
                     nbytes -= item.taken or item.size
-        return list(chosen)
+        return chosen
+
+    def of_account(self, account: str) -> tuple[list[bytes], list[bytes]]:
+        """What counts against it, and that of which it is not known."""
+        with self._mutex:
+            mine = [key for key, item in self._items.items() if item.account == account]
+            unknown = [key for key, item in self._items.items() if item.account is None]
+        return mine, unknown
 
     def keys(self) -> list[bytes]:
         """All of them, now."""
