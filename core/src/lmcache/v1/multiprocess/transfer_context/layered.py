@@ -9,17 +9,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from typing import Any
 
 from lmcache.errors import LMCacheError
 from lmcache.logging import init_logger, warn_once
 from lmcache.v1.multiprocess.transfer_context.base import Binding, LoadItem, StoreItem, wanted_chunks
+from lmcache.v1.multiprocess.transfer_context.beside import Beside
 from lmcache.v1.multiprocess.transfer_context.engine_driven import (
     EngineDrivenTransferContext,
     check_generations,
     pool_copies,
     wanted_spans,
 )
-from lmcache.v1.multiprocess.transfer_context.pages import ChunkCopy, Span, copy_pages
+from lmcache.v1.multiprocess.transfer_context.pages import (
+    ChunkCopy,
+    Direction,
+    KVGroupPages,
+    Span,
+    copy_pages,
+)
 from lmcache.v1.protocol import messages as m
 from lmcache.v1.storage.shm_pool import PoolView
 
@@ -62,6 +70,7 @@ class LayeredTransfers:
     def __init__(self, context: EngineDrivenTransferContext) -> None:
         self._context = context
         self._parts = _parts(context.groups[0].namespace.layers)
+        self._beside = Beside(context.groups[0])
         self._thread = ThreadPoolExecutor(1, "lmcache-layers")
         self._loads: _Loads | None = None
         self._stores: _Stores | None = None
@@ -69,6 +78,12 @@ class LayeredTransfers:
     def close(self) -> None:
         """End the thread, once it has done what was asked."""
         self._thread.shutdown()
+
+    def _move(
+        self, mark: Any, group: KVGroupPages, direction: Direction, copies: list[ChunkCopy], part: slice
+    ) -> None:
+        with self._beside.after(mark):
+            copy_pages(group, direction, copies, part)
 
     # ---- loads
 
@@ -94,8 +109,9 @@ class LayeredTransfers:
                 self._fail(loads, item, exc)
         if copies:
             loads.unseen = set(self._parts)
+            mark = self._beside.mark()  # the step before may still read these pages
             loads.layers = {
-                name: self._thread.submit(copy_pages, group, "load", copies, part)
+                name: self._thread.submit(self._move, mark, group, "load", copies, part)
                 for name, part in self._parts.items()
             }
 
@@ -154,7 +170,8 @@ class LayeredTransfers:
     def _copy(self, stores: _Stores, name: str) -> None:
         if stores.copies and name not in stores.layers:
             group, part = stores.bound.groups[0], self._parts[name]
-            stores.layers[name] = self._thread.submit(copy_pages, group, "store", stores.copies, part)
+            mark = self._beside.mark()  # the layer is queued, and perhaps no more than that
+            stores.layers[name] = self._thread.submit(self._move, mark, group, "store", stores.copies, part)
 
     def _begin_stores(self, stores: _Stores, items: Sequence[StoreItem]) -> None:
         if not self._context.stores or not self._context.client.up:
