@@ -128,3 +128,20 @@ def test_pages_are_marked_before_they_are_waited_for(sim: Any, monkeypatch: pyte
         assert order[0] == "mark"
         assert order[-1] == "wait"
         assert order.index("wait") > order.index("mark")
+
+
+def test_an_event_and_the_wait_for_a_stream_come_after_what_was_called_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is not marked is on no stream yet: an event there would be passed too early."""
+    from types import SimpleNamespace
+
+    from lmcache_hpu.spec import HpuDeviceSpec
+
+    order: list[str] = []
+    habana(monkeypatch, True, order)
+    stream = SimpleNamespace(synchronize=lambda: order.append("wait"))
+    event = SimpleNamespace(record=lambda where: order.append("record") if where is stream else None)
+    HpuDeviceSpec().record_stream_event(event, stream)
+    HpuDeviceSpec().synchronize_stream(stream)
+    assert order == ["mark", "record", "mark", "wait"]
