@@ -96,9 +96,9 @@ def memcpy(ops: Any, torch: Any) -> None:
 
 @pytest.mark.torch
 @pytest.mark.sim
-@pytest.mark.parametrize("op", [slots, blocks, memcpy])
-def test_every_op_that_queues_ends_its_step_once(
-    sim: Any, monkeypatch: pytest.MonkeyPatch, op: Callable[[Any, Any], None]
+@pytest.mark.parametrize(("op", "ended"), [(slots, 1), (blocks, 2), (memcpy, 1)])
+def test_every_op_that_queues_ends_its_step_and_blocks_the_engine_s_before(
+    sim: Any, monkeypatch: pytest.MonkeyPatch, op: Callable[[Any, Any], None], ended: int
 ) -> None:
     import torch
 
@@ -108,7 +108,7 @@ def test_every_op_that_queues_ends_its_step_once(
     marks: list[str] = []
     habana(monkeypatch, True, marks)
     op(HpuDeviceOps(), torch)
-    assert marks == ["mark"]
+    assert marks == ["mark"] * ended
 
 
 @pytest.mark.torch

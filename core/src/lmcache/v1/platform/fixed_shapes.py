@@ -135,7 +135,7 @@ class FixedShapeMover:
     ) -> None:
         self._native = native
         self.sizes = tuple(sizes)
-        self._end_step, self._synchronize = end_step, synchronize
+        self.end_step, self._synchronize = end_step, synchronize
         self._stage_bytes = stage_bytes
         self._buffer: Any = None
         self._stage: Any = None
@@ -160,7 +160,7 @@ class FixedShapeMover:
         kept = range(len(ids)) if to_host else last_of_each(ids)
         planes = sorted(planes, key=lambda plane: plane.form)  # the stage holds several that are alike
         with self._lock, torch.inference_mode():
-            self._end_step()  # what was queued before is a graph of its own, or ours would be compiled anew behind it
+            self.end_step()  # what was queued before is a graph of its own, or ours would be compiled anew behind it
             try:
                 for form, alike in groupby(planes, key=lambda plane: plane.form):
                     self._move_alike(list(alike), form, ids, kept, to_host)
@@ -212,7 +212,7 @@ class FixedShapeMover:
         # All of a kind together: what a device gathers into one graph is not cut by a copy in between.
         if to_host:
             chosen = [indexable(plane.pages).index_select(0, index) for plane in planes]
-            self._end_step()
+            self.end_step()
             for rows, part in zip(chosen, staged, strict=True):
                 part.copy_(rows, non_blocking=True)
             self._synchronize(index.device)
@@ -222,7 +222,7 @@ class FixedShapeMover:
             loaded = [part.to(index.device, non_blocking=True) for part in staged]
             for plane, rows in zip(planes, loaded, strict=True):
                 indexable(plane.pages).index_copy_(0, index, rows)
-            self._end_step()
+            self.end_step()
             self._synchronize(index.device)  # the stage is filled anew after this
 
     def _part(self, plane: Plane, start: int, size: int) -> torch.Tensor:
