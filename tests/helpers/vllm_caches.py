@@ -17,7 +17,10 @@ from lmcache.v1.multiprocess.transfer_context.pages import KVGroupPages
 
 __all__ = [
     "FORMS",
+    "MOVED",
     "NAMES",
+    "SOURCE",
+    "TARGET",
     "TUPLES",
     "Make",
     "VllmEngine",

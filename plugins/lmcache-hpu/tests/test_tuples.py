@@ -15,8 +15,21 @@ from hpu_on_sim import distribution
 from test_shapes import Shapes
 
 from helpers.server import RunningServer, running_server
-from helpers.vllm_caches import TUPLES, Make, check_comes_back, check_no_crossing, making
+from helpers.vllm_caches import (
+    MOVED,
+    NAMES,
+    SOURCE,
+    TARGET,
+    TUPLES,
+    Make,
+    check_comes_back,
+    check_no_crossing,
+    making,
+)
 from lmcache.testing.engine import BLOCK, CHUNK
+from lmcache.v1.keys import Scope, chunk_hashes
+from lmcache.v1.multiprocess.transfer_context.layered import LayeredTransfers
+from lmcache.v1.multiprocess.transfer_context.worker_transfer import LoadItem, StoreItem
 from lmcache.v1.platform import _device_detect, get_device_spec
 from lmcache_hpu import runtime
 
@@ -69,6 +82,26 @@ def test_tuples_come_back_through_the_fixed_shapes_and_nothing_else_moves(
 
 def test_no_layout_is_given_what_another_stored(make: Make) -> None:
     check_no_crossing(make, 2000)
+
+
+def test_layer_by_layer_k_and_v_move_together(make: Make, served: list[int], sim: Any) -> None:
+    one, tokens = make("slots", "by layer"), [3000, *range(1, 3 * CHUNK)]
+    moves = LayeredTransfers(one.context)
+    one.randomize(3)
+    held = one.blocks()
+    items = [StoreItem(CHUNK, chunk_hashes(tokens, Scope(chunk_size=CHUNK)), [SOURCE])]
+    with sim.stream(sim.Stream()):
+        for name in NAMES:
+            moves.save(name, items)
+        assert moves.end_stores(items, keep=True) == 3
+        lease, found = one.find("r", tokens)
+        moves.begin_loads([LoadItem("r", lease, found.epoch, found.slots[0], [TARGET], [0])])
+        for name in NAMES:
+            moves.wait(name)
+        assert moves.end_loads() == []
+    moves.close()
+    assert served == [2, 2, 2, 2]
+    assert one.differences(held, held, MOVED) == []
 
 
 def test_a_cache_of_tuples_compiles_no_more_shapes_than_batches_have_sizes(
