@@ -109,6 +109,18 @@ class HpuDeviceSpec(DeviceSpec):
         end_step()  # in lazy mode what was not marked is not queued yet
         super().synchronize_device(device)
 
+    def synchronize_stream(self, stream: Any) -> None:
+        from lmcache_hpu.runtime import end_step
+
+        end_step()
+        super().synchronize_stream(stream)
+
+    def record_stream_event(self, event: Any, stream: Any) -> None:
+        from lmcache_hpu.runtime import end_step
+
+        end_step()
+        super().record_stream_event(event, stream)
+
 
 def _is_installed() -> bool:
     """Whether the vendor's package can be found; it is not imported for that."""

@@ -52,7 +52,7 @@ class Ping(Message, tag="ping"):
 class DeviceExport(msgspec.Struct, kw_only=True):
     """A worker's KV memory, for a server that moves it itself (lmcache-driven mode).
 
-    ``groups[g]`` are the wire descriptors of group ``g``'s layers, in layer order. Each is a tensor of bytes,
+    ``groups[g]`` are the wire descriptors of group ``g``'s page tensors, in layer order. Each is a tensor of bytes,
     ``[num_blocks, 1, page_bytes]``: what is in a page is the engine's own business.
     """
 
