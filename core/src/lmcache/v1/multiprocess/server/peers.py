@@ -20,6 +20,7 @@ from lmcache.v1.multiprocess.server.pull import Pulls
 from lmcache.v1.multiprocess.server.push import Pushes
 from lmcache.v1.multiprocess.server.refused import Refused
 from lmcache.v1.multiprocess.server.sessions import Sessions
+from lmcache.v1.multiprocess.server.unmatched import Unmatched
 from lmcache.v1.protocol import messages as m
 from lmcache.v1.protocol import peer as p
 from lmcache.v1.storage.l1 import L1Cache
@@ -43,6 +44,7 @@ class Peers:
         direct: whether peers may write to L1 themselves, by NIXL.
         stopping: whether nothing new is to be taken.
         published: told, under the lock, the keys of what was pushed.
+        unmatched: told, under the lock, the layouts of what is pushed.
     """
 
     def __init__(
@@ -57,12 +59,14 @@ class Peers:
         direct: bool,
         stopping: Callable[[], bool] = lambda: False,
         published: Callable[[Sequence[bytes]], None] = lambda keys: None,
+        unmatched: Unmatched | None = None,
     ) -> None:
         self._epoch, self._view, self._lock = epoch, view, lock
         self._sessions = sessions
         self._connections: dict[str, bytes] = {}
         """Of each peer's session: the one that its last message came by."""
         self._stopping = stopping
+        self._unmatched = unmatched or Unmatched({})
         self._target: Target | None = None
         self._why = "" if direct else "the peer takes payload in frames only (--peer-transport frames)"
         self._opening = threading.Lock()
@@ -126,7 +130,10 @@ class Peers:
                     "bad_request", "push by NIXL: the session was given no region; open it with nixl"
                 )
             self._target.wake()
-        return self.pushes.reserve(msg, later)
+        reply = self.pushes.reserve(msg, later)
+        if msg.layouts:
+            self._unmatched.pushed(msg.layouts)
+        return reply
 
     # ---- lives
 
@@ -168,5 +175,6 @@ class Peers:
             "sessions": len(self._connections),
             "transport": "nixl" if self._target is not None else "frames",
             "pulls": self.pulls.count,
+            "unmatched_layouts": self._unmatched.count,
             **self.pushes.state(),
         }
