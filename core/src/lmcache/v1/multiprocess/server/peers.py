@@ -44,7 +44,6 @@ class Peers:
         direct: whether peers may write to L1 themselves, by NIXL.
         stopping: whether nothing new is to be taken.
         published: told, under the lock, the keys of what was pushed.
-        unmatched: told, under the lock, the layouts of what is pushed.
     """
 
     def __init__(
@@ -59,14 +58,13 @@ class Peers:
         direct: bool,
         stopping: Callable[[], bool] = lambda: False,
         published: Callable[[Sequence[bytes]], None] = lambda keys: None,
-        unmatched: Unmatched | None = None,
     ) -> None:
         self._epoch, self._view, self._lock = epoch, view, lock
         self._sessions = sessions
         self._connections: dict[str, bytes] = {}
         """Of each peer's session: the one that its last message came by."""
         self._stopping = stopping
-        self._unmatched = unmatched or Unmatched({})
+        self.unmatched = Unmatched(sessions)
         self._target: Target | None = None
         self._why = "" if direct else "the peer takes payload in frames only (--peer-transport frames)"
         self._opening = threading.Lock()
@@ -131,8 +129,7 @@ class Peers:
                 )
             self._target.wake()
         reply = self.pushes.reserve(msg, later)
-        if msg.layouts:
-            self._unmatched.pushed(msg.layouts)
+        self.unmatched.pushed(msg)
         return reply
 
     # ---- lives
@@ -175,6 +172,6 @@ class Peers:
             "sessions": len(self._connections),
             "transport": "nixl" if self._target is not None else "frames",
             "pulls": self.pulls.count,
-            "unmatched_layouts": self._unmatched.count,
+            "unmatched_layouts": self.unmatched.count,
             **self.pushes.state(),
         }

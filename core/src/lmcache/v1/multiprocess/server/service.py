@@ -30,7 +30,6 @@ from lmcache.v1.multiprocess.server.stores import Stores
 from lmcache.v1.multiprocess.server.tiers import tier_options
 from lmcache.v1.multiprocess.server.timers import Timers
 from lmcache.v1.multiprocess.server.tools import Tools
-from lmcache.v1.multiprocess.server.unmatched import Unmatched
 from lmcache.v1.protocol import messages as m
 from lmcache.v1.storage.eviction import EvictionPolicy
 from lmcache.v1.storage.l1 import L1Cache
@@ -100,10 +99,9 @@ class Service:
         self._stores = Stores(
             self.store, self.sessions, self.devices, self._timers, metrics, view, self.epoch
         )
-        self._unmatched = Unmatched(self._known)
         self.peers = Peers(
             self.epoch, view, self.l1, lock, metrics, self.sessions, config.push_limit_bytes,
-            config.peer_transport != "frames", lambda: self._stopping, self.store.published, self._unmatched,
+            config.peer_transport != "frames", lambda: self._stopping, self.store.published,
         )  # fmt: skip
         self._tools = Tools(self.store, self.lookups, self._known, config.chunk_size)
         self._handlers: dict[type, Callable[..., Any]] = {
@@ -257,7 +255,7 @@ class Service:
         for ns_digest in list(self._known)[:-_MAX_KNOWN]:
             del self._known[ns_digest]
         if engine.complete:
-            self._unmatched.look()
+            self.peers.unmatched.engine_registered()
         fields = {"ranks": engine.ranks, "model": msg.namespaces[0].model, "groups": len(msg.namespaces)}
         self._emit(
             "engine_registered",

@@ -6,12 +6,14 @@ pushes arrive and lookups find nothing: safe, and silent.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import msgspec
 
 from lmcache.logging import init_logger
-from lmcache.v1.keys import Namespace
+from lmcache.v1.keys import DIGEST_BYTES, Namespace
+from lmcache.v1.multiprocess.server.sessions import Sessions
+from lmcache.v1.protocol import peer as p
 from lmcache.v1.storage.l2.remote import reason
 
 __all__ = ["Unmatched"]
@@ -22,62 +24,74 @@ _KEPT = 64
 _SHOWN = 60
 """Characters of a value."""
 _PLACE = {"tp_rank", "pp_rank", "group"}
-"""What differs between the parts of one engine. Those of which nothing else differs may yet register."""
+"""What the parts of one engine differ in, and so not worth a word where anything else differs."""
 
 
 class Unmatched:
     """Called under the server's lock.
 
     Args:
-        known: the layouts that engines registered here, by digest.
+        sessions: of the engines that may find what is pushed.
     """
 
-    def __init__(self, known: Mapping[bytes, Namespace]) -> None:
-        self._known = known
-        self._pushed: dict[bytes, Namespace] = {}
-        self._unseen: list[Namespace] = []
-        """Pushed, and not compared with anything yet."""
+    def __init__(self, sessions: Sessions) -> None:
+        self._sessions = sessions
+        self._told: dict[bytes, Namespace] = {}
+        """Layouts that peers told of, by digest."""
+        self._judged: set[bytes] = set()
+        self._strange: set[bytes] = set()
+        """Of what was pushed since an engine registered last."""
         self._said: set[str] = set()
 
-    def pushed(self, layouts: Sequence[Namespace]) -> None:
-        """A peer tells the layouts of what it pushes."""
-        for layout in layouts:
-            digest = layout.digest()
-            if digest not in self._pushed:
-                self._pushed[digest] = layout
-                self._unseen.append(layout)
-        for digest in list(self._pushed)[:-_KEPT]:
-            del self._pushed[digest]
-        del self._unseen[:-_KEPT]
-        self.look()
+    def pushed(self, msg: p.PushReserve) -> None:
+        """Somebody pushes: say it if nobody finds that."""
+        for layout in msg.layouts:
+            self._told[layout.digest()] = layout
+        for digest in list(self._told)[:-_KEPT]:
+            del self._told[digest]
+        self._judged &= self._told.keys()
+        self._strange &= self._told.keys()
+        new = {key[:DIGEST_BYTES] for key in p.split_keys(msg.keys)} & self._told.keys()
+        new -= self._judged
+        if new and (engines := self._layouts()):
+            for digest in new - engines.keys():
+                self._strange.add(digest)
+                self._say(self._told[digest], engines)
+            self._judged |= new
 
-    def look(self) -> None:
-        """Say what is new. To be called when an engine has registered, too."""
-        if not self._known:
-            return
-        unseen, self._unseen = self._unseen, []
-        for layout in unseen:
-            if len(self._said) < _KEPT and layout.digest() not in self._known:
-                self._say(layout)
+    def engine_registered(self) -> None:
+        """Judge anew."""
+        for found in (self._judged, self._strange, self._said):
+            found.clear()
 
-    def _say(self, there: Namespace) -> None:
-        nearest = min(self._known.values(), key=lambda known: len(_differing(there, known)))
+    @property
+    def count(self) -> int:
+        """Layouts that were pushed since an engine registered last, and that no engine has."""
+        return len(self._strange)
+
+    def _layouts(self) -> dict[bytes, Namespace]:
+        """Those of the engines that are here with all their ranks."""
+        return {
+            digest: layout
+            for engine in self._sessions.engines.values()
+            if engine.complete
+            for groups in engine.namespaces.values()
+            for digest, layout in groups
+        }
+
+    def _say(self, there: Namespace, engines: Mapping[bytes, Namespace]) -> None:
+        nearest = min(engines.values(), key=lambda known: len(_differing(there, known)))
         names = _differing(there, nearest)
         one, two = _fields(there), _fields(nearest)
-        told = [name for name in names if name not in _PLACE]
+        told = [name for name in names if name not in _PLACE] or names
         text = ", ".join(f"{n} {_short(one.get(n))} there and {_short(two.get(n))} here" for n in told)
-        if text and text not in self._said:
+        if text not in self._said and len(self._said) < _KEPT:
             self._said.add(text)
             logger.warning(
                 "a peer pushes KV of a layout that no engine of this server has, so none finds it: %s;"
                 " start both engines alike",
                 reason(text, 1000),
             )
-
-    @property
-    def count(self) -> int:
-        """Pushed layouts that no engine here has; 0 as long as there is no engine."""
-        return sum(digest not in self._known for digest in self._pushed) if self._known else 0
 
 
 def _differing(one: Namespace, two: Namespace) -> list[str]:
