@@ -48,19 +48,19 @@ class Pair:
 
     Args:
         roles: vLLM's kv_role of prefill and of decode.
+        queue_gb: what may wait to be pushed.
+        mode: how the engines and their servers move pages.
         peer: options of prefill's tier, which is decode's server.
-        pulls: whether prefill's server is a tier of decode's, too.
     """
 
-    def __init__(self, roles: tuple[str, str], peer: dict[str, Any], pulls: bool) -> None:
-        self.roles = roles
+    def __init__(
+        self, roles: tuple[str, str], queue_gb: float = 0.25, mode: str = "auto", **peer: Any
+    ) -> None:
+        self.roles, self.mode = roles, mode
         self.decode_server = Server()
         to_decode = {"type": "peer", "address": f"localhost:{self.decode_server.port}", "pull": False, **peer}
-        self.prefill_server = Server("--l2-adapter", json.dumps(to_decode))
-        if pulls:
-            to_prefill = {"address": f"localhost:{self.prefill_server.port}", "push": False}
-            spec = json.dumps({"type": "peer", "transport": "frames", **to_prefill})
-            self.decode_server = Server("--l2-adapter", spec, port=self.decode_server.port)
+        flags = ("--l2-adapter", json.dumps(to_decode), "--l2-queue-gb", str(queue_gb))
+        self.prefill_server = Server(*flags)
         self.prefill: EngineProcess
         self.decode: EngineProcess
 
@@ -70,14 +70,28 @@ class Pair:
         with ExitStack() as end:
             for server in reversed(servers):
                 end.enter_context(server)
+            end.callback(lambda: self.decode_server.kill())  # it may be another by then
             made = []
             for role, server, name in zip(self.roles, servers, ("prefill", "decode"), strict=True):
-                transfer = connector(server.port) | {"kv_role": role}
+                transfer = connector(server.port, **{"lmcache.mp.mp_transfer_mode": self.mode})
+                transfer["kv_role"] = role
                 made.append(end.enter_context(engine(model, logs / name, transfer, **settings)))
             self.prefill, self.decode = made
             for server in servers:
                 wait_for(server.registered, BACK, "each engine has found its server")
             yield self
+
+    def restart_decode(self, *, fetches: bool) -> None:
+        """Another server in the place of decode's, which has prefill's for a tier if it ``fetches``."""
+        self.decode_server.kill()
+        spec = {"type": "peer", "address": f"localhost:{self.prefill_server.port}", "push": False}
+        flags = ("--l2-adapter", json.dumps(spec | {"transport": "frames"})) if fetches else ()
+        self.decode_server = Server(*flags, port=self.decode_server.port).start()
+        wait_for(self.decode_server.registered, BACK, "the engine finds the server")
+
+    def fetched(self) -> int:
+        """Objects that decode's server has taken from prefill's."""
+        return int(self.decode_server.running.metrics()['lmcache_mp_l2_loaded_total{tier="peer"}'])
 
     def ask(self, prompts: list[list[int]], **kwargs: Any) -> list[dict[str, Any]]:
         """What a proxy does: prefill, then decode; the answers of decode."""
@@ -119,9 +133,13 @@ def truth(process: EngineProcess, prompts: list[list[int]]) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def pair(model_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """Push in step, in frames, each engine in its role."""
-    made = Pair(("kv_producer", "kv_consumer"), {"sync": True, "transport": "frames"}, pulls=True)
-    with made.running(model_dir("gqa"), tmp_path_factory.mktemp("pd")) as running:
+    """Push in step, in frames, each engine in its role, whole prompts in one step, 15 chunks that may wait."""
+    made = Pair(
+        ("kv_producer", "kv_consumer"), queue_gb=0.03, sync=True, transport="frames", timeout_seconds=10
+    )
+    with made.running(
+        model_dir("gqa"), tmp_path_factory.mktemp("pd"), max_num_batched_tokens=8192
+    ) as running:
         yield running
 
 
@@ -186,9 +204,8 @@ def test_decodes_server_dies_and_comes_back_and_nobody_but_it_forgets(
     pair.prefill.generate(prompts[1:2], max_tokens=1)
     pair.decode.worker("kill_before_load", pair.decode_server.pid, int(signal.SIGKILL))
     assert [r["tokens"] for r in pair.decode.generate(prompts[1:2])] == right[1:2], "killed before a load"
-    pair.decode_server.kill()
-    pair.decode_server.start()
-    wait_for(pair.decode_server.registered, BACK, "the engine finds the server")
+
+    pair.restart_decode(fetches=False)
     killer = threading.Timer(0.2, pair.decode_server.kill)
     killer.start()
     assert [r["tokens"] for r in pair.prefill.generate(prompts[2:5])] == right[2:5], "killed during pushes"
@@ -197,8 +214,7 @@ def test_decodes_server_dies_and_comes_back_and_nobody_but_it_forgets(
         (result,) = pair.ask([one])
         assert (result["tokens"], result["cached"]) == (wanted, 0), "prefill serves on, decode computes"
 
-    pair.decode_server.start()
-    wait_for(pair.decode_server.registered, BACK, "the engine finds the server")
+    pair.restart_decode(fetches=False)
     fresh = iter(range(1400, 1500))
 
     def arrives() -> bool:
@@ -206,10 +222,23 @@ def test_decodes_server_dies_and_comes_back_and_nobody_but_it_forgets(
         return bool(result["cached"] == 2 * CHUNK and pair.pushed())
 
     wait_for(arrives, BACK, "a push arrives at the new server")
-    # What prefill has had all along is not committed there again, but pulled from there.
+    assert pair.ask(prompts[:1])[0]["cached"] == 0, "what prefill has had all along is not pushed again"
+    pair.restart_decode(fetches=True)
     results = pair.ask(prompts)
     assert [result["tokens"] for result in results] == right
-    assert [result["cached"] for result in results] == [3 * CHUNK] * len(prompts)
+    assert [result["cached"] for result in results] == [3 * CHUNK] * len(prompts), "but fetched from there"
+    pair.nothing_is_left()
+
+
+def test_what_had_no_room_to_wait_for_its_push_is_fetched(pair: Pair, plain: EngineProcess) -> None:
+    pair.restart_decode(fetches=True)
+    one = tokens(1700, 31 * CHUNK + 100)
+    wanted = truth(plain, [one])
+    (result,) = pair.ask([one])
+    assert ([result["tokens"]], result["cached"]) == (wanted, 31 * CHUNK)
+    (tier,) = pair.prefill_server.state()["l2"]
+    assert tier["dropped"] >= 16
+    assert pair.fetched() >= 16
     pair.nothing_is_left()
 
 
@@ -219,7 +248,8 @@ def test_two_ranks_of_engines_that_do_both_are_pushed_behind(
 ) -> None:
     prompts = [tokens(1500 + i, length) for i, length in enumerate(LENGTHS)]
     right = truth(plain, prompts)
-    made = Pair(("kv_both", "kv_both"), {"transport": way}, pulls=False)
+    mode = "lmcache_driven" if way == "frames" else "engine_driven"
+    made = Pair(("kv_both", "kv_both"), mode=mode, transport=way)
     with made.running(model_dir("gqa"), tmp_path, tensor_parallel_size=2) as pair:
         pair.prefill.generate(prompts, max_tokens=1)
         wait_for(lambda: pair.pushed() == 2 * chunks(prompts), BACK, "every rank's objects arrive")
