@@ -119,6 +119,8 @@ def check_push(msg: p.PushReserve) -> None:
             "bad_request",
             f"objects of {min(msg.sizes)} to {max(msg.sizes)} bytes: expected 1 to {_MAX_OBJECT_BYTES}",
         )
+    if len(msg.layouts) > p.MAX_LAYOUTS:
+        raise Refused("bad_request", f"{len(msg.layouts)} layouts: expected up to {p.MAX_LAYOUTS}")
     if not 0 <= msg.wait <= p.MAX_WAIT:
         raise Refused("bad_request", f"wait of {msg.wait} s: expected 0 to {p.MAX_WAIT:g}")
     if len(msg.account) > _MAX_ACCOUNT or not msg.account.isprintable():

@@ -250,6 +250,8 @@ class Service:
         engine.namespaces[session.rank] = namespaces
         session.registered = True
         self._remember(namespaces)
+        if engine.complete:
+            self.peers.unmatched.engine_registered()
         fields = {"ranks": engine.ranks, "model": msg.namespaces[0].model, "groups": len(msg.namespaces)}
         self._emit(
             "engine_registered",
