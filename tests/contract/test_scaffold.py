@@ -166,7 +166,21 @@ def test_the_text_says_what_to_do_next(tmp_path: Path, capsys: pytest.CaptureFix
 
 @pytest.mark.parametrize(
     "name",
-    ["Foo", "2foo", "foo-bar", "foo bar", "_foo", "foo_", "foo__bar", "", "föö", "../foo", "a" * 33, "foo\n"],
+    [
+        "Foo",
+        "2foo",
+        "foo-bar",
+        "foo bar",
+        "_foo",
+        "foo_",
+        "foo__bar",
+        "",
+        "föö",
+        "../foo",
+        "a" * 33,
+        "foo\n",
+        "class",
+    ],
 )
 def test_a_name_that_cannot_serve_everywhere_is_refused(name: str, tmp_path: Path) -> None:
     line = refused(run_cli("device", "new", name, "--directory", str(tmp_path)), 2)
@@ -174,7 +188,7 @@ def test_a_name_that_cannot_serve_everywhere_is_refused(name: str, tmp_path: Pat
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("device", ["Foo", "torch.foo", "", "cpu"])
+@pytest.mark.parametrize("device", ["Foo", "torch.foo", "", "cpu", "is"])
 def test_a_device_that_torch_cannot_have_is_refused(device: str, tmp_path: Path) -> None:
     line = refused(run_cli("device", "new", "foo", "--torch-device", device, "--directory", str(tmp_path)), 2)
     assert line.startswith(f"lmcache device new: --torch-device {device!r}: expected a ")
