@@ -55,6 +55,17 @@ def test_a_torch_that_sees_a_gpu_makes_it_available(monkeypatch: pytest.MonkeyPa
     assert XpuDeviceSpec().is_available()
 
 
+def test_what_torch_says_when_it_is_asked_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked() -> bool:
+        raise RuntimeError("Level Zero:\n  no loader")
+
+    torch = fake_torch("20260000", True)
+    torch.xpu.is_available = asked
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    assert not XpuDeviceSpec().is_available()
+    assert "torch.xpu cannot be asked: Level Zero: no loader" in XpuDeviceSpec().unavailable_reason()
+
+
 @pytest.mark.parametrize("torch", [None, SimpleNamespace()], ids=["none", "without its parts"])
 def test_a_torch_that_is_broken_makes_it_unavailable(monkeypatch: pytest.MonkeyPatch, torch: Any) -> None:
     monkeypatch.setitem(sys.modules, "torch", torch)

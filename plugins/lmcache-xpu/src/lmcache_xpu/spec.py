@@ -45,7 +45,7 @@ class XpuDeviceSpec(DeviceSpec):
         try:
             import torch
         except Exception as exc:
-            return f"torch cannot be imported: {exc}; {_INSTALL}"
+            return f"torch cannot be imported: {' '.join(str(exc).split())}; {_INSTALL}"
         version = getattr(torch, "__version__", "?")
         built = getattr(getattr(torch, "version", None), "xpu", None)
         if not hasattr(torch, "xpu") or not built:
@@ -53,10 +53,12 @@ class XpuDeviceSpec(DeviceSpec):
         if _is_too_old(version):
             oldest = ".".join(map(str, _OLDEST))
             return f"torch {version}: expected {oldest} or later, which brings libsycl.so.9; {_INSTALL}"
-        return (
-            f"torch {version} finds no Intel GPU; install Intel's GPU driver (Level Zero), and give this user the "
-            "group render"
-        )
+        remedy = "install Intel's GPU driver (Level Zero), and give this user the group render"
+        try:
+            torch.xpu.is_available()
+        except Exception as exc:
+            return f"torch.xpu cannot be asked: {' '.join(str(exc).split())}; {remedy}"
+        return f"torch {version} finds no Intel GPU; {remedy}"
 
     @property
     def ops_cls(self) -> type[DeviceOps]:
