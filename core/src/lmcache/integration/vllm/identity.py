@@ -119,6 +119,14 @@ def lora_identity(lora_request: Any) -> str:
     return identity
 
 
+def media_by_content(vllm_config: Any) -> bool:
+    """Whether vLLM names media by what is in them. Where it neither keeps processed media nor caches prefixes it
+    saves itself the hash, and numbers them: every process from the same number on."""
+    settings = getattr(vllm_config.model_config, "multimodal_config", None)
+    kept = getattr(settings, "mm_processor_cache_gb", 1)
+    return settings is None or kept != 0 or bool(vllm_config.cache_config.enable_prefix_caching)
+
+
 def _model_extra(vllm_config: Any) -> dict[str, str]:
     """Settings that change KV values without changing its layout."""
     import vllm
