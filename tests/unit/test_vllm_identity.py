@@ -219,7 +219,9 @@ class Group:
 
 def check(*groups: Group, **parallel: int) -> None:
     check_supported(
-        SimpleNamespace(parallel_config=SimpleNamespace(**parallel)),
+        SimpleNamespace(
+            parallel_config=SimpleNamespace(**parallel), model_config=SimpleNamespace(pooler_config=None)
+        ),
         SimpleNamespace(kv_cache_groups=list(groups)),
     )
 
@@ -251,6 +253,23 @@ def test_what_would_be_cached_wrongly_is_refused_by_name(
 ) -> None:
     with pytest.raises(ConfigError, match=named) as refused:
         check(*groups, **parallel)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("supported", [True, False])
+def test_a_model_whose_pooling_needs_every_token_is_refused(supported: bool) -> None:
+    """vLLM itself gives it no prefix: a mean over the rest is wrong, and ends the engine."""
+    pooler = SimpleNamespace(seq_pooling_type="LAST" if supported else "MEAN")
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(),
+        model_config=SimpleNamespace(pooler_config=pooler, is_prefix_caching_supported=supported),
+    )
+    groups = SimpleNamespace(kv_cache_groups=[Group(FullAttentionSpec())])
+    if supported:
+        check_supported(config, groups)
+        return
+    with pytest.raises(ConfigError, match="MEAN") as refused:
+        check_supported(config, groups)
     assert "\n" not in str(refused.value)
 
 

@@ -35,6 +35,14 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
             raise ConfigError(
                 f"{what}={getattr(parallel, what)}: KV spread over context-parallel ranks is not cached; set it to 1"
             )
+    model = vllm_config.model_config
+    pooler = getattr(model, "pooler_config", None)
+    if pooler is not None and not model.is_prefix_caching_supported:
+        kind = getattr(pooler, "seq_pooling_type", None)
+        raise ConfigError(
+            f"pooling {kind}: needs every token of a prompt, so no prefix can be taken from a cache; run this model"
+            " without the connector"
+        )
     for group in kv_cache_config.kv_cache_groups:
         for spec in _layer_specs(group.kv_cache_spec):
             kind = type(spec).__name__
