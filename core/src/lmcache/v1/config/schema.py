@@ -184,6 +184,7 @@ FIELDS: Mapping[str, Field] = _fields()
 
 
 _MAPS = ("extra_config", "l2_adapters")
+_NO_MAP = ("null", "none")
 
 
 def convert(key: str, value: Any, source: str) -> Any:
@@ -201,7 +202,9 @@ def convert(key: str, value: Any, source: str) -> Any:
 
 
 def _parsed(key: str, value: Any) -> Any:
-    """Text of a variable as lists, maps or null where the key takes them."""
+    """Text of a variable as lists, maps or null where the key takes them; no map is an empty one."""
+    if key in _MAPS and (value is None or (isinstance(value, str) and value.strip().lower() in _NO_MAP)):
+        return {} if key == "extra_config" else []
     if isinstance(value, tuple):
         return list(value)
     if not isinstance(value, str):
