@@ -298,6 +298,15 @@ class SchedulerSide:
         tracked = self._tracked.get(request_id)
         if tracked is None:
             return
+        try:
+            self._plan_stores(tracked, computed, new_tokens, blocks)
+        except Exception:  # as in a lookup
+            logger.exception("request %s: stores", request_id)
+            tracked.cacheable = False
+
+    def _plan_stores(
+        self, tracked: Tracked, computed: int, new_tokens: int, blocks: tuple[list[int], ...]
+    ) -> None:
         size = tracked.chunk_size
         if computed + 1 < tracked.stored * size:
             # After a failed load vLLM goes back; what was counted as stored from there on may not have been.
