@@ -35,6 +35,14 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
             raise ConfigError(
                 f"{what}={getattr(parallel, what)}: KV spread over context-parallel ranks is not cached; set it to 1"
             )
+    model = vllm_config.model_config
+    pooler = getattr(model, "pooler_config", None)
+    if pooler is not None and not model.is_prefix_caching_supported:
+        kind = getattr(pooler, "seq_pooling_type", None)
+        raise ConfigError(
+            f"pooling {kind}: needs every token of a prompt, so no prefix can be taken from a cache; run this model"
+            " without the connector"
+        )
     for group in kv_cache_config.kv_cache_groups:
         for spec in _layer_specs(group.kv_cache_spec):
             kind = type(spec).__name__
@@ -117,6 +125,14 @@ def lora_identity(lora_request: Any) -> str:
     if seen != state:
         raise OSError(f"adapter {name}: {path} changed since it was loaded; load it under a new id")
     return identity
+
+
+def media_by_content(vllm_config: Any) -> bool:
+    """Whether vLLM names media by what is in them. Where it neither keeps processed media nor caches prefixes it
+    saves itself the hash, and numbers them: every process from the same number on."""
+    settings = getattr(vllm_config.model_config, "multimodal_config", None)
+    kept = getattr(settings, "mm_processor_cache_gb", 1)
+    return settings is None or kept != 0 or bool(vllm_config.cache_config.enable_prefix_caching)
 
 
 def _model_extra(vllm_config: Any) -> dict[str, str]:
