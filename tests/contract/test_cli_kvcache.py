@@ -39,7 +39,7 @@ def engine(server: ForkedServer) -> Iterator[Stranger]:
     """An engine at an empty server without quotas."""
     with Stranger(server.address, "e") as stranger:
         for row in stranger.ask(m.Quotas()).rows:
-            stranger.ask(m.SetQuota(account=row.account, limit_bytes=None))
+            stranger.ask(m.SetQuota(account=row.account, limit_bytes=None, tier=row.tier))
         stranger.ask(m.Clear(force=True))
         yield stranger
 
@@ -116,6 +116,7 @@ def test_a_list_longer_than_a_page_is_whole(cli: Cli, server: ForkedServer, engi
         for first in range(11):
             chunks = [bytes([first, i]) * 16 for i in range(100)]
             assert small.store(chunks) == 100
+        written(small)  # what waits to be written stays in L1, also for the next test
     told = cli.json("kvcache", "list", "--limit", "5000")
     keys = [row["key"] for row in told["objects"]]
     assert (len(keys), keys, told["more"]) == (1100, sorted(set(keys)), False)
@@ -231,7 +232,56 @@ def test_a_quota_is_shown_and_lifted_by_salt_or_account_and_the_salt_is_never_sh
     cli("quota", "delete", salt)
     cli("quota", "delete", "")
     assert cli.json("quota", "list")["accounts"] == []
-    assert "no account has anything in L1, or a limit" in cli("quota", "list")
+    assert "no account has anything here, or a limit" in cli("quota", "list")
+
+
+def test_a_quota_of_a_tier_holds_there_and_is_shown_and_lifted_there(
+    cli: Cli, engine: Stranger, server: ForkedServer
+) -> None:
+    a, on_disk = account_id("a"), BYTES + 4096
+    limit = ("--limit-gb", str(3 * on_disk / 2**30), "--tier", "disk")
+    assert f"account {a} limited to" in (text := cli("quota", "set", "a", *limit))
+    assert text.endswith("in disk\n")
+    for salt in ("a", "b"):
+        engine.store(engine.hashes(TOKENS, salt=salt), account_id(salt))
+        written(engine)
+    use = {row["account"]: row for row in cli.json("quota", "list")["accounts"]}
+    assert (use[a]["objects"], use[a]["limit_bytes"]) == (CHUNKS, None), "L1 has no limit"
+    (mine,), (others,) = use[a]["tiers"], use[account_id("b")]["tiers"]
+    assert mine == {"tier": "disk", "limit_bytes": 3 * on_disk, "used_bytes": 3 * on_disk, "objects": 3}
+    assert others == {"tier": "disk", "limit_bytes": None, "used_bytes": CHUNKS * on_disk, "objects": CHUNKS}
+    assert cli.json("quota", "get", "a")["tiers"] == [mine]
+    (row,) = cli.json("describe", "kvcache")["l2"]
+    assert sum(account["used_bytes"] for account in row["accounts"]) == row["used_bytes"]
+    assert row["over_quota"] == CHUNKS - 3
+    for text in (cli("quota", "list"), cli("describe", "kvcache")):
+        assert [line.split()[:2] for line in text.splitlines() if line.startswith(a)] == [
+            [a, "l1"],
+            [a, "disk"],
+        ]
+    _, metrics = http_get(f"{server.ready.http}/metrics")
+    assert f'lmcache_mp_account_used_bytes{{account="{a}",tier="disk"}} {3.0 * on_disk}' in metrics
+    assert f'lmcache_mp_account_limit_bytes{{account="{a}",tier="disk"}} {3.0 * on_disk}' in metrics
+    assert account_id("b") not in metrics, "there may be thousands without a limit"
+    cli("quota", "set", "b", "--limit-gb", "0", "--tier", "disk")
+    wait_for(lambda: cli.json("quota", "get", "b")["tiers"][0]["objects"] == 0, what="evicted at once")
+    assert cli.json("quota", "get", "b")["objects"] == CHUNKS, "in L1"
+    assert cli("quota", "delete", "a", "--tier", "disk").endswith("has no limit in disk\n")
+    assert cli.json("quota", "get", "a")["tiers"][0]["limit_bytes"] is None
+
+
+def test_a_quota_where_there_can_be_none_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shared = json.dumps({"type": "shared_fs", "path": str(tmp_path / "shared")})
+    with ForkedServer(tmp_path / "log", l1_size_gb=0.01, l2_adapter=(shared,)) as server:
+        cli = Cli(capsys, server.address)
+        refused = cli.fails("quota", "set", "a", "--limit-gb", "1", "--tier", "shared_fs", code=1)
+        assert "tier 'shared_fs': others store there, too, so nobody knows what one account has;" in refused
+        assert "limit accounts in l1, or in a tier of type disk" in refused
+        unknown = cli.fails("quota", "set", "a", "--limit-gb", "1", "--tier", "nvme", code=1)
+        assert "tier 'nvme': expected one of l1, shared_fs" in unknown
+        assert cli.json("quota", "list")["accounts"] == []
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,10 @@ def test_every_command_of_the_docs_runs_as_written(
     monkeypatch.setattr(app, "run_server", check_server)
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
+    if words[0] == "curl" and words[1].endswith("/v1/completions"):  # an engine's: none is here
+        body = json.loads(words[words.index("-d") + 1])
+        assert (body["max_tokens"] == 1) == ("prefill" in words[1])
+        return
     if words[0] == "curl":
         path = re.fullmatch(r"(?:http://)?(?:localhost|127\.0\.0\.1):8080(/\w+)", words[1])
         assert path is not None, words

@@ -33,7 +33,8 @@ class Layered:
 
     def __init__(self, server: EmbeddedServer, **settings: Any) -> None:
         self.server = server
-        self.rig = Rig(server.address, "engine", page_bytes=SIZES, layers=LAYERS, pad=64, **settings)
+        settings = {"page_bytes": SIZES, "layers": LAYERS, "pad": 64} | settings
+        self.rig = Rig(server.address, "engine", **settings)
         context = self.rig.workers[0]
         assert isinstance(context, EngineDrivenTransferContext)
         self.context, self.moves = context, LayeredTransfers(context)
@@ -135,6 +136,29 @@ def test_a_layer_is_there_once_waited_for_and_the_engine_computes_meanwhile(
     assert order == [0, 1, 2]
     each.moves.wait("middle")
     assert each.moves.end_loads() == []
+
+
+def test_a_layer_of_two_tensors_is_stored_and_loaded_by_its_one_name(
+    make: Callable[..., Layered], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    each = make(layers=("first", "first", "last"))
+    parts: list[slice] = []
+
+    def seen(group: Any, direction: Any, chunks: Any, layers: slice) -> None:
+        parts.append(layers)
+        pages.copy_pages(group, direction, chunks, layers)
+
+    monkeypatch.setattr(layered, "copy_pages", seen)
+    items = each.stores()
+    for name in ("first", "last"):
+        each.moves.save(name, items)
+    assert each.moves.end_stores(items, keep=True) == 5
+    each.moves.begin_loads(each.loads())
+    each.moves.wait("first")
+    each.moves.wait("last")
+    assert each.moves.end_loads() == []
+    assert each.rig.holds(TOKENS, B)
+    assert parts == [slice(0, 2), slice(2, 3)] * 2
 
 
 def test_a_load_whose_layers_nobody_waited_for_fails(make: Callable[..., Layered]) -> None:

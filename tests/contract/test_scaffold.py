@@ -125,6 +125,20 @@ def test_a_project_has_everything_that_a_vendor_publishes(
     assert ("cibuildwheel --output-dir" in workflow) == (style == "native")
 
 
+@pytest.mark.parametrize("style", ["override", "native"])
+def test_its_workflow_tests_the_wheel_that_it_built_and_no_release_of_the_same_name(
+    style: str, tmp_path: Path
+) -> None:
+    workflow = (new(tmp_path, "foo", "--style", style) / ".github/workflows/ci.yml").read_text()
+    jobs = re.split(r"\n  (?=[\w-]+:)", workflow)
+    using = [job for job in jobs if "download-artifact" in job and not job.startswith("publish")]
+    assert len(using) == 2
+    for job in using:
+        first, *others = re.findall(r"pip install (.*lmcache-foo.*)", job)
+        assert first.startswith("--no-deps --no-index --find-links "), job
+        assert [line for line in others if "--upgrade" in line or "--find-links" in line] == []
+
+
 def test_every_place_of_the_name_is_spelt_as_that_place_wants_it(tmp_path: Path) -> None:
     project = new(tmp_path, "foo_2", "--style", "native")
     assert project.name == "lmcache-foo-2"
@@ -166,7 +180,21 @@ def test_the_text_says_what_to_do_next(tmp_path: Path, capsys: pytest.CaptureFix
 
 @pytest.mark.parametrize(
     "name",
-    ["Foo", "2foo", "foo-bar", "foo bar", "_foo", "foo_", "foo__bar", "", "föö", "../foo", "a" * 33, "foo\n"],
+    [
+        "Foo",
+        "2foo",
+        "foo-bar",
+        "foo bar",
+        "_foo",
+        "foo_",
+        "foo__bar",
+        "",
+        "föö",
+        "../foo",
+        "a" * 33,
+        "foo\n",
+        "class",
+    ],
 )
 def test_a_name_that_cannot_serve_everywhere_is_refused(name: str, tmp_path: Path) -> None:
     line = refused(run_cli("device", "new", name, "--directory", str(tmp_path)), 2)
@@ -174,7 +202,7 @@ def test_a_name_that_cannot_serve_everywhere_is_refused(name: str, tmp_path: Pat
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("device", ["Foo", "torch.foo", "", "cpu"])
+@pytest.mark.parametrize("device", ["Foo", "torch.foo", "", "cpu", "is"])
 def test_a_device_that_torch_cannot_have_is_refused(device: str, tmp_path: Path) -> None:
     line = refused(run_cli("device", "new", "foo", "--torch-device", device, "--directory", str(tmp_path)), 2)
     assert line.startswith(f"lmcache device new: --torch-device {device!r}: expected a ")

@@ -17,6 +17,7 @@ import pytest
 from helpers.rig import QUICK, A, B, C, Rig, RigProcess, held, nothing_held, prompt
 from helpers.server import RunningServer, dead_port, running_server, stop_process, wait_for
 from lmcache.v1.keys import Scope, chunk_hashes
+from lmcache.v1.multiprocess.transfer_context import engine_driven
 from lmcache.v1.protocol import messages as m
 from lmcache.v1.protocol.channel import RequestFailed, Unavailable
 
@@ -262,6 +263,27 @@ def test_a_load_through_the_mapping_needs_no_answer_from_the_server() -> None:
             assert engine.holds(prompt(), B)
         engine.end("r")
         nothing_held(server)
+
+
+@PATHS
+def test_a_copy_that_the_device_fails_leaves_nothing_held(shm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its error goes on to whoever knows the device; the server's memory does not go with it."""
+
+    def out_of_memory(*copy: Any) -> None:
+        raise RuntimeError("device: out of memory")
+
+    with a_server() as server, a_rig(server, shm=shm) as engine:
+        for fault in (engine.store, lambda *prompt_and_blocks: engine.load("r", B)):
+            if fault != engine.store:
+                assert engine.store(prompt(), A) == 5
+                assert engine.lookup("r", prompt()) == 5
+            with monkeypatch.context() as patch:
+                patch.setattr(engine_driven, "copy_pages", out_of_memory)
+                with pytest.raises(RuntimeError, match="out of memory"):
+                    fault(prompt(), A)
+        engine.end("r")
+        nothing_held(server)
+        assert engine.fetch("again", prompt(), B) == 5
 
 
 @pytest.mark.parametrize("kind", ["lookup", "reserve"])

@@ -34,9 +34,9 @@ def payload_of(number: int, size: int) -> memoryview:
     return made
 
 
-def put_of(number: int, size: int) -> Put:
+def put_of(number: int, size: int, account: str = "") -> Put:
     payload = payload_of(number, size)
-    info = envelope.ObjectInfo(key_of(number), size, envelope.checksum(payload))
+    info = envelope.ObjectInfo(key_of(number), size, envelope.checksum(payload), account=account)
     return Put(info.key, envelope.pack(info), payload)
 
 

@@ -189,6 +189,27 @@ def test_a_disk_without_a_size_is_an_error_and_so_is_a_size_without_a_disk() -> 
     assert "local_disk" in refusal(LMCacheEngineConfig.from_defaults, max_local_disk_size=1)
 
 
+@pytest.mark.parametrize(
+    ("key", "default"),
+    [
+        ("pre_caching_hash_algorithm", "builtin"), ("remote_serde", "naive"), ("py_enable_gc", True),
+        ("local_disk_path_sharding", "by_gpu"), ("gds_path_sharding", "by_gpu"), ("gds_backend", "cufile"),
+        ("use_gds", True), ("maru_pool_size", 4.0), ("blend_min_tokens", 256), ("blend_special_str", " # # "),
+        ("mp_port", 5555), ("lmcache_worker_heartbeat_delay_time", 10), ("pd_shutdown_timeout_sec", 5.0),
+        ("pd_allocation_timeout_sec", float("inf")), ("pd_condition_poll_interval_sec", 0.005),
+        ("pd_backend_mode", "async"), ("internal_api_server_host", "127.0.0.1"),
+        ("internal_api_server_port_start", 6999), ("lazy_memory_initial_ratio", 0.2),
+        ("lazy_memory_expand_trigger_ratio", 0.5), ("lazy_memory_step_ratio", 0.1), ("pin_check_interval_sec", 30),
+        ("chunk_statistics_strategy", "memory_bloom_filter"), ("max_hidden_state_cpu_size", 2.0),
+        ("hidden_states_retrieve_mode", "prefix_strict"), ("extra_config", None), ("l2_adapters", None),
+    ],
+)  # fmt: skip
+def test_a_default_of_0_5_that_somebody_wrote_down_asks_for_nothing(key: str, default: Any) -> None:
+    assert load(None, {key: default}).values() == load().values()
+    text = "null" if default is None else str(default)
+    assert load(**{f"LMCACHE_{key.upper()}": text}).values() == load().values()
+
+
 def test_blending_is_refused_until_it_is_there() -> None:
     assert "blending is not supported" in refusal(LMCacheEngineConfig.from_defaults, enable_blending=True)
 

@@ -165,6 +165,81 @@ def test_layers_share_a_wait_as_far_as_the_stage_holds_them() -> None:
     assert said == ["end", *["end", "wait"] * 2]
 
 
+def moved(one: Any, widths: tuple[int, ...], ids: tuple[int, ...] = (0, 3)) -> None:
+    """Store blocks of layers of these widths, and compare."""
+    import torch
+
+    pages = [torch.randint(0, 256, (4, width), dtype=torch.uint8) for width in widths]
+    hosts = [torch.zeros(len(ids), width, dtype=torch.uint8) for width in widths]
+    one.move_pages(
+        pages, list(ids), [[host[at].data_ptr() for at in range(len(ids))] for host in hosts], True
+    )
+    assert all(torch.equal(host, layer[list(ids)]) for host, layer in zip(hosts, pages, strict=True))
+
+
+@pytest.mark.torch
+def test_planes_of_two_widths_in_turn_share_two_waits() -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("numpy")
+    said: list[str] = []
+    moved(mover(PlainStage(), said), (64, 16, 64, 16, 64, 16))
+    assert said == ["end", *["end", "wait"] * 2]
+
+
+@pytest.mark.torch
+def test_a_stage_that_there_is_no_memory_for_costs_one_move_and_not_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("numpy")
+    stage = PlainStage()
+    one = mover(stage, [], stage_bytes=64)
+    moved(one, (16,))
+
+    def none(nbytes: int, lock: bool = True) -> Any:
+        raise MemoryError(nbytes)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stage, "HostBuffer", none)
+        with pytest.raises(MemoryError):
+            moved(one, (64,))
+    moved(one, (16,))
+
+
+@pytest.mark.torch
+def test_a_move_that_fails_is_waited_for_before_its_stage_is_used_again() -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("numpy")
+    said: list[str] = []
+    one = mover(PlainStage(), said)
+    with pytest.raises(IndexError):
+        moved(one, (16,), ids=(0, 9))
+    assert said[-1] == "wait"
+    moved(one, (16,))
+
+
+@pytest.mark.torch
+def test_a_stage_that_a_failed_device_may_still_write_to_is_never_used_again() -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("numpy")
+    from lmcache.v1.platform import fixed_shapes
+
+    one = mover(PlainStage(), [])
+    moved(one, (16,))
+    before, wait = one._buffer, one._synchronize
+
+    def lost(device: Any) -> None:
+        raise RuntimeError("the device is lost")
+
+    one._synchronize = lost
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        moved(one, (16,))
+    one._synchronize = wait
+    moved(one, (16,))
+    assert one._buffer is not before
+    assert any(kept is before for kept in fixed_shapes._LOST)
+
+
 @pytest.mark.torch
 @pytest.mark.parametrize("direction", ["store", "load"])
 def test_a_spec_s_own_mover_moves_what_torch_copies_would(

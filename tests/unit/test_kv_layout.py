@@ -418,7 +418,9 @@ def test_every_field_is_in_the_fingerprint() -> None:
         "page_bytes": (128, 128),
         "packing": "cpu-vec",
         "split": 2,
+        "planes": 2,
     }
+    layout = replace(layout, page_bytes=(64, 64))
     assert set(others) == {name for name, _ in layout.fingerprint()} == set(vars(layout))
     for name, value in others.items():
         changed = replace(layout, **{name: value})  # type: ignore[arg-type]
@@ -452,6 +454,8 @@ def test_a_layout_that_makes_no_sense_is_refused() -> None:
         ("dtype", ""),
         ("packing", "Cpu Vec"),
         ("split", 0),
+        ("planes", 0),
+        ("planes", 2),
     ]
     for name, value in bad:
         with pytest.raises(LayoutError):

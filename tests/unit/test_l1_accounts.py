@@ -74,6 +74,26 @@ def test_what_an_account_has_pinned_or_held_stays_and_what_is_new_is_refused() -
     assert cache.left("abc") == "ac"
 
 
+def test_what_is_pinned_and_first_to_go_hides_nothing_else_of_its_account() -> None:
+    cache = Cache()
+    cache.set_quota("mine", 2 * PAGE)
+    cache.put("a", "mine")
+    cache.put("b", "mine")
+    cache.pin("engine", 1, "s", "r", {0: [[b"a"]]})
+    cache.touch([[b"b"]])
+    cache.demote([b"a"])  # the tiers have it now; it is named among the first, and by the policy
+    assert cache.put("c", "mine") == [0]
+    assert cache.left("abc") == "ac"
+
+
+def test_for_an_object_larger_than_l1_an_account_loses_nothing() -> None:
+    cache = Cache(pages=8)
+    cache.set_quota("mine", 10 * PAGE)
+    cache.put("ab", "mine")
+    assert cache.put("c", "mine", 9 * PAGE) == [FULL]
+    assert cache.left("ab") == "ab"
+
+
 @pytest.mark.parametrize("quota", [0, PAGE])
 def test_an_object_larger_than_the_quota_costs_the_account_nothing(quota: int) -> None:
     cache = Cache()

@@ -236,3 +236,19 @@ def test_what_ends_while_the_server_does_not_answer_is_given_back_when_it_does(s
     server.answers = True
     engine.heartbeat()
     assert server.left_over() == {}
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_a_request_that_cannot_be_hashed_runs_uncached_and_ends_nobody_else(
+    server: LocalServer, loads: bool
+) -> None:
+    """Whether it is hashed when it is looked up or, where nothing is looked up, when it would be stored."""
+    engine = MiniEngine(server, loads=loads)
+    odd = FakeRequest("odd", [-1] * 17)
+    assert engine.side.matched_tokens(odd, 0) == 0
+    engine.side.scheduled("odd", 0, 17, (list(range(1, 6)),))
+    engine.side.scheduled("odd", 17, 1, (list(range(1, 6)),))
+    assert engine.side.take_plan().stores == []
+    engine.side.finished("odd")
+    engine.serve("even", prompt(17))
+    assert server.usage["objects"] == 2

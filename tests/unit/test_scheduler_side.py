@@ -199,8 +199,8 @@ def feature(identifier: str, offset: int, length: int) -> Any:
     return SimpleNamespace(identifier=identifier, mm_position=SimpleNamespace(offset=offset, length=length))
 
 
-def planned_hashes(server: LocalServer, request: FakeRequest) -> list[bytes]:
-    side = SchedulerSide(LocalClient(server), [4])  # type: ignore[arg-type]
+def planned_hashes(server: LocalServer, request: FakeRequest, **options: Any) -> list[bytes]:
+    side = SchedulerSide(LocalClient(server), [4], **options)  # type: ignore[arg-type]
     side.matched_tokens(request, 0)
     side.scheduled(request.request_id, 0, request.num_tokens, (list(range(1, 20)),))
     return [h for item in side.take_plan().stores for h in item.hashes]
@@ -211,6 +211,29 @@ def test_media_enter_the_keys_with_their_place_and_full_identifier(server: Local
     request = FakeRequest("r", [5] * 24, mm_features=images)
     media = [MediaItem(2, 3, "9f" * 32), MediaItem(12, 2, "9f" * 31 + "9e")]
     assert planned_hashes(server, request) == chunk_hashes([5] * 24, Scope(chunk_size=CHUNK), media=media)
+
+
+def test_media_that_come_in_later_enter_the_keys_of_the_chunks_that_they_are_in(server: LocalServer) -> None:
+    """A session takes more input while it runs: vLLM lengthens its prompt, and the list of its media in place."""
+    images = [feature("9f" * 32, 2, 3)]
+    request = FakeRequest("r", [5] * 8, mm_features=images)
+    side = SchedulerSide(LocalClient(server), [4])  # type: ignore[arg-type]
+    side.matched_tokens(request, 0)
+    side.scheduled("r", 0, 8, ([1, 2],))
+    images.append(feature("aa" * 32, 10, 3))
+    request.prompt_token_ids = [5] * 24
+    side.scheduled("r", 8, 16, (list(range(1, 7)),))
+    stored = [h for item in side.take_plan().stores for h in item.hashes]
+    media = [MediaItem(2, 3, "9f" * 32), MediaItem(10, 3, "aa" * 32)]
+    assert stored == chunk_hashes([5] * 24, Scope(chunk_size=CHUNK), media=media)
+
+
+def test_media_without_a_digest_of_their_content_are_found_by_nobody_else(server: LocalServer) -> None:
+    """vLLM counts them where it does without: another process counts from the same number on."""
+    request = FakeRequest("r", [5] * 24, mm_features=[feature("renderer0-mm-1-image-0", 10, 3)])
+    first, other = (planned_hashes(server, request, media_by_content=False) for _ in range(2))
+    assert first[0] == other[0], "what comes before the item"
+    assert first[1] != other[1]
 
 
 def test_an_adapter_that_cannot_be_read_runs_uncached_and_takes_no_other_s_kv(

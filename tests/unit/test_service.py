@@ -109,6 +109,19 @@ def test_a_layout_that_cannot_be_stored_is_refused(server: LocalServer, groups: 
     assert Peer(server, "scheduler").lookup()[1].chunks == 0
 
 
+@pytest.mark.parametrize(("ranks", "said"), [(1, 0), (2, 1)])
+def test_an_engine_of_whose_chunks_none_fits_is_said_to_be_uncached(
+    caplog: pytest.LogCaptureFixture, ranks: int, said: int
+) -> None:
+    server = LocalServer(pages=1, chunk_size=CHUNK)
+    for rank in range(ranks):
+        part = layout(
+            page_bytes=(1500,), tp_rank=rank, chunk_size=CHUNK
+        )  # most of the page that the pool has
+        Peer(server, rank=rank, ranks=ranks, engine="too large").register(part)
+    assert caplog.text.count("not one fits") == said
+
+
 def test_who_holds_no_mapping_cannot_register_as_if_it_did(server: LocalServer) -> None:
     peer = Peer(server)
     peer.refused("not_attached", m.Register(session=peer.session, namespaces=[GROUP], mapped=True))

@@ -18,7 +18,7 @@ from lmcache.v1.storage.l2 import workers as workers_module
 from lmcache.v1.storage.l2.adapter import Call, Held
 from lmcache.v1.storage.l2.breaker import CLOSED, OPEN, Breaker
 from lmcache.v1.storage.l2.clock import Clock
-from lmcache.v1.storage.l2.tier_index import TierIndex
+from lmcache.v1.storage.l2.tier_index import Item, TierIndex
 from lmcache.v1.storage.l2.workers import Job, Workers
 
 # ------------------------------------------------------------------------------------------------------- clock
@@ -97,6 +97,20 @@ def test_an_index_gives_up_first_what_was_used_longest_ago_before_it_was_built()
     assert index.victims(0, ()) == []
 
 
+def test_a_policy_that_names_keys_twice_hides_nothing_of_an_account() -> None:
+    class Stutters(LRU):
+        def victims(self) -> Iterator[bytes]:
+            for key in super().victims():
+                yield from (key, key, b"unknown")
+
+    index = TierIndex(
+        Stutters(), [Held(name, 10, float(i), "x") for i, name in enumerate([b"a", b"b", b"c"])]
+    )
+    index.add(b"d", Item(10, "y"))
+    assert index.victims(15, {b"a"}, "x") == [b"b", b"c"]
+    assert index.victims(1000, (), "y") == [b"d"]
+
+
 @given(
     story=st.lists(
         st.tuples(st.sampled_from(["add", "remove", "touch"]), st.integers(0, 5), st.integers(1, 9)),
@@ -108,10 +122,10 @@ def test_an_index_holds_what_was_added_and_not_removed(story: list[tuple[str, in
     for what, number, size in story:
         key = bytes([number])
         if what == "add":
-            index.add(key, size)
+            index.add(key, Item(size))
             model[key] = size
         elif what == "remove":
-            removed = {key: model.pop(key)} if key in model else {}
+            removed = {key: Item(model.pop(key))} if key in model else {}
             assert index.remove([key, key]) == removed
         else:
             index.touch([key])

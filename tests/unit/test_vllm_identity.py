@@ -12,7 +12,7 @@ import pytest
 
 from lmcache.errors import ConfigError
 from lmcache.integration.vllm import identity
-from lmcache.integration.vllm.identity import check_supported, lora_identity, model_revision
+from lmcache.integration.vllm.identity import check_supported, lora_identity, media_by_content, model_revision
 from lmcache.v1.utils.weights import folder_state, weights_fingerprint
 
 LARGE = 3 << 20
@@ -219,7 +219,9 @@ class Group:
 
 def check(*groups: Group, **parallel: int) -> None:
     check_supported(
-        SimpleNamespace(parallel_config=SimpleNamespace(**parallel)),
+        SimpleNamespace(
+            parallel_config=SimpleNamespace(**parallel), model_config=SimpleNamespace(pooler_config=None)
+        ),
         SimpleNamespace(kv_cache_groups=list(groups)),
     )
 
@@ -252,3 +254,35 @@ def test_what_would_be_cached_wrongly_is_refused_by_name(
     with pytest.raises(ConfigError, match=named) as refused:
         check(*groups, **parallel)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("supported", [True, False])
+def test_a_model_whose_pooling_needs_every_token_is_refused(supported: bool) -> None:
+    """vLLM itself gives it no prefix: a mean over the rest is wrong, and ends the engine."""
+    pooler = SimpleNamespace(seq_pooling_type="LAST" if supported else "MEAN")
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(),
+        model_config=SimpleNamespace(pooler_config=pooler, is_prefix_caching_supported=supported),
+    )
+    groups = SimpleNamespace(kv_cache_groups=[Group(FullAttentionSpec())])
+    if supported:
+        check_supported(config, groups)
+        return
+    with pytest.raises(ConfigError, match="MEAN") as refused:
+        check_supported(config, groups)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("media", "prefixes", "by_content"),
+    [(None, False, True), (4, False, True), (0, True, True), (0, False, False)],
+)
+def test_media_are_named_by_content_where_vllm_keeps_them_or_caches_prefixes(
+    media: float | None, prefixes: bool, by_content: bool
+) -> None:
+    settings = None if media is None else SimpleNamespace(mm_processor_cache_gb=media)
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(multimodal_config=settings),
+        cache_config=SimpleNamespace(enable_prefix_caching=prefixes),
+    )
+    assert media_by_content(config) is by_content

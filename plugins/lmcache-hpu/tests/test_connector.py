@@ -70,6 +70,8 @@ FORMS = {
     ],
     "K and V in one tensor": lambda: [tensor(2, BLOCKS, SIZE, HEADS, WIDTH) for _ in range(LAYERS)],
     "one latent": lambda: [tensor(BLOCKS, SIZE, WIDTH) for _ in range(LAYERS)],
+    "tuples of a latent": lambda: [(tensor(BLOCKS, SIZE, WIDTH), None) for _ in range(LAYERS)],
+    "tuples of a latent's slots": lambda: [(tensor(TOTAL, WIDTH), None, None, None) for _ in range(LAYERS)],
 }
 
 
@@ -100,7 +102,7 @@ def zeroed(cache: Any) -> Any:
 def test_a_store_and_a_load_into_zeros_restore_exactly_the_named_slots(
     made: Any, form: str, data: st.DataObject
 ) -> None:
-    mla = form == "one latent"
+    mla = "latent" in form
     slots = [
         slot if data.draw(st.integers(0, 4)) else -1 for slot in data.draw(st.permutations(range(TOTAL)))
     ]
@@ -183,11 +185,38 @@ def test_what_was_queued_before_a_store_is_in_what_is_stored(made: Any, sim: Any
     assert bool((obj.tensor == 1).all())
 
 
-def test_scales_beside_k_and_v_are_refused_by_their_layer(made: Any) -> None:
-    cache = FORMS["K and V as tuples"]()
-    cache[1] = (*cache[1], tensor(1), tensor(1))
-    with pytest.raises(LayoutError, match="layer 1 has 4 tensors: expected K and V"):
-        made().initialize_kvcaches_ptr(kvcaches=cache)
+@pytest.mark.parametrize(
+    ("layer", "mla", "said"),
+    [
+        (
+            lambda: (*pairs(BLOCKS, SIZE, HEADS, WIDTH)[0], tensor(1), tensor(1)),
+            False,
+            "4 tensors in 4 places",
+        ),
+        (
+            lambda: (tensor(BLOCKS, SIZE, HEADS, WIDTH), None),
+            False,
+            "1 tensors in 2 places: expected K and V",
+        ),
+        (
+            lambda: (None, tensor(BLOCKS, SIZE, HEADS, WIDTH)),
+            False,
+            "1 tensors in 2 places: expected K and V",
+        ),
+        (lambda: (tensor(BLOCKS, SIZE, HEADS, WIDTH),), False, "1 tensors in 1 places"),
+        (lambda: (), False, "0 tensors in 0 places"),
+        (lambda: (), True, "0 tensors in 0 places: expected a latent"),
+        (lambda: (tensor(BLOCKS, SIZE, WIDTH), None, tensor(1), None), True, "2 tensors in 4 places"),
+    ],
+    ids=["scales", "K", "V", "one", "none", "no latent", "a latent's scales"],
+)
+def test_what_is_neither_k_and_v_nor_a_latent_is_refused_by_its_layer(
+    made: Any, layer: Any, mla: bool, said: str
+) -> None:
+    cache = FORMS["tuples of a latent" if mla else "K and V as tuples"]()
+    cache[1] = layer()
+    with pytest.raises(LayoutError, match=f"layer 1 has {said}"):
+        made(mla).initialize_kvcaches_ptr(kvcaches=cache)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import ast
 import contextlib
 import importlib
 import random
+import shutil
 import subprocess
 import sys
 from array import array
@@ -40,6 +41,25 @@ def test_importing_it_loads_neither_torch_nor_numpy() -> None:
     code = "import sys; from lmcache_hpu import _native; print([m for m in ('torch', 'numpy') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_another_wheel_that_ships_the_same_staging_may_be_in_the_process_too(tmp_path: Path) -> None:
+    """As lmcache-neuron's is: each is the other's text, in a library of its own."""
+    other = shutil.copy2(native.__file__, tmp_path)
+    code = (
+        "import sys\n"
+        "from importlib.util import module_from_spec, spec_from_file_location\n"
+        "from lmcache_hpu import _native as one\n"
+        "spec = spec_from_file_location('other._native', sys.argv[1])\n"
+        "other = module_from_spec(spec)\n"
+        "spec.loader.exec_module(other)\n"
+        "assert one.HostBuffer is not other.HostBuffer\n"
+        "for module in (one, other):\n"
+        "    memoryview(module.HostBuffer(64)).cast('B')[0] = 7\n"
+        "    module.free_pinned_ptr(module.alloc_pinned_ptr(64))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, other], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 # ---------------------------------------------------------------------------------------------------- the buffer

@@ -34,6 +34,30 @@ class Shapes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Graphs(Shapes):
+    """What lazy mode would compile: all operations from one mark to the next."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from lmcache_hpu import runtime
+
+        super().__init__()
+        self.compiled: set[tuple[Any, ...]] = set()
+        self._open: list[Any] = []
+        monkeypatch.setattr(runtime, "end_step", self.end)
+        runtime.mover.cache_clear()
+
+    def end(self) -> None:
+        if self._open:
+            self.compiled.add(tuple(self._open))
+        self._open.clear()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.clear()
+        answer = super().__torch_dispatch__(func, types, args, kwargs)
+        self._open += [entry for entry in self.seen if "index" in entry[0]]
+        return answer
+
+
 def moved(sim: Any, lengths: tuple[int, ...]) -> set[tuple[Any, ...]]:
     """Shapes of stores and loads of so many pages each."""
     from lmcache_hpu import runtime
@@ -76,6 +100,34 @@ def test_blocks_between_pages_and_objects_on_the_device_make_few_shapes_too(sim:
 
     op = HpuDeviceOps().multi_layer_block_kv_transfer
     assert ops_shapes(op, tuple(range(1, 9))) == ops_shapes(op, (8,))
+
+
+@pytest.mark.parametrize("place", ["sim", "cpu"])
+def test_graphs_do_not_follow_the_number_of_blocks_nor_of_objects(
+    sim: Any, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Nor what the engine has pending: that is compiled by itself."""
+    from lmcache.v1.platform.ops_types import PageBufferShapeDesc
+    from lmcache_hpu.ops import HpuDeviceOps
+
+    row = kv_format("NL_X_TWO_X_NB_BS_NH_HS")
+    pages = [tuple(torch.zeros(200, 4, 2, 8, device="sim") for _ in "kv") for _ in range(2)]
+    desc = PageBufferShapeDesc(kv_size=2, nl=2, nb=200, bs=4, nh=2, hs=8, element_size=4)
+    graphs, ops = Graphs(monkeypatch), HpuDeviceOps()
+    pending, first = torch.zeros(8, device="sim"), torch.zeros(1, dtype=torch.int64, device="sim")
+    for count in (1, 5, 8, 16, 17, 32, 40, 64):
+        chunks = [torch.zeros(2, 2, 16 * 4, 16, device=place) for _ in range(-(-count // 16))]
+        ids = [(7 * at + 3) % 200 for at in range(count)]
+        for way in (GATHER, SCATTER):
+            with graphs:
+                pending.index_fill_(0, first, 1)
+                ops.multi_layer_block_kv_transfer(
+                    pages, chunks, ids, torch.device("sim"), way, desc, 16 * 4, row.id, 0
+                )
+    by_engine = {graph for graph in graphs.compiled if any("index_fill" in entry[0] for entry in graph)}
+    assert [len(graph) for graph in by_engine] == [1]
+    sizes = 1 if place == "sim" else 2  # of batches: an object on the device has fewer blocks than 32
+    assert len(graphs.compiled - by_engine) == 2 * sizes
 
 
 def ops_shapes(op: Any, lengths: tuple[int, ...]) -> set[tuple[Any, ...]]:

@@ -97,6 +97,16 @@ def test_a_machine_without_the_device_differs_from_one_whose_devices_are_taken(
     assert "HABANA_VISIBLE_DEVICES" in spec.unavailable_reason()
 
 
+def test_what_torch_says_when_it_is_asked_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def asked() -> bool:
+        raise RuntimeError("synInitialize:\n  busy")
+
+    (tmp_path / "accel0").mkdir()
+    spec = installed(monkeypatch, SimpleNamespace(hpu=SimpleNamespace(is_available=asked)), tmp_path)
+    assert not spec.is_available()
+    assert "torch.hpu cannot be asked: synInitialize: busy" in spec.unavailable_reason()
+
+
 def test_a_device_that_torch_finds_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
     assert installed(monkeypatch, hpu(True)).is_available()
 

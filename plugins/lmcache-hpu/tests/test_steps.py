@@ -96,9 +96,9 @@ def memcpy(ops: Any, torch: Any) -> None:
 
 @pytest.mark.torch
 @pytest.mark.sim
-@pytest.mark.parametrize("op", [slots, blocks, memcpy])
-def test_every_op_that_queues_ends_its_step_once(
-    sim: Any, monkeypatch: pytest.MonkeyPatch, op: Callable[[Any, Any], None]
+@pytest.mark.parametrize(("op", "ended"), [(slots, 1), (blocks, 2), (memcpy, 1)])
+def test_every_op_that_queues_ends_its_step_and_blocks_the_engine_s_before(
+    sim: Any, monkeypatch: pytest.MonkeyPatch, op: Callable[[Any, Any], None], ended: int
 ) -> None:
     import torch
 
@@ -108,7 +108,7 @@ def test_every_op_that_queues_ends_its_step_once(
     marks: list[str] = []
     habana(monkeypatch, True, marks)
     op(HpuDeviceOps(), torch)
-    assert marks == ["mark"]
+    assert marks == ["mark"] * ended
 
 
 @pytest.mark.torch
@@ -128,3 +128,20 @@ def test_pages_are_marked_before_they_are_waited_for(sim: Any, monkeypatch: pyte
         assert order[0] == "mark"
         assert order[-1] == "wait"
         assert order.index("wait") > order.index("mark")
+
+
+def test_an_event_and_the_wait_for_a_stream_come_after_what_was_called_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is not marked is on no stream yet: an event there would be passed too early."""
+    from types import SimpleNamespace
+
+    from lmcache_hpu.spec import HpuDeviceSpec
+
+    order: list[str] = []
+    habana(monkeypatch, True, order)
+    stream = SimpleNamespace(synchronize=lambda: order.append("wait"))
+    event = SimpleNamespace(record=lambda where: order.append("record") if where is stream else None)
+    HpuDeviceSpec().record_stream_event(event, stream)
+    HpuDeviceSpec().synchronize_stream(stream)
+    assert order == ["mark", "record", "mark", "wait"]

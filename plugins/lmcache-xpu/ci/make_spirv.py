@@ -8,10 +8,16 @@ wheel afterwards. The bytes hang on the version of the runtime: use the one that
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 from lmcache_xpu import native
+
+# The .icd file of intel-opencl-rt names a folder that is not there.
+DRIVER = Path(sys.prefix, "lib", "libintelocl.so")
+if DRIVER.is_file():
+    os.environ.setdefault("OCL_ICD_FILENAMES", str(DRIVER))
 
 TARGET = Path(__file__).resolve().parents[1] / "csrc" / "kernels.spv"
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -32,6 +36,17 @@ def test_the_shipped_spirv_is_what_its_source_compiles_to(module: Any, queue: in
 
 def test_the_module_has_the_tree_s_spirv(module: Any) -> None:
     assert module.shipped_spirv() == (SOURCES / "kernels.spv").read_bytes(), "build the module anew"
+
+
+def test_the_script_makes_it_with_nothing_set(module: Any, queue: int, tmp_path: Path) -> None:
+    script = tmp_path / "ci" / "make_spirv.py"
+    script.parent.mkdir()
+    (tmp_path / "csrc").mkdir()
+    shutil.copy(SOURCES.parent / "ci" / script.name, script)
+    env = {name: value for name, value in os.environ.items() if name != "OCL_ICD_FILENAMES"}
+    done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "csrc" / "kernels.spv").read_bytes() == module.compile_spirv(queue)
 
 
 def test_the_kernel_moves_the_same_bytes_wherever_it_comes_from(module: Any, queue: int, way: str) -> None:

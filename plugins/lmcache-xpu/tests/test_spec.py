@@ -16,9 +16,9 @@ from lmcache_xpu import runtime
 from lmcache_xpu.spec import XpuDeviceSpec
 
 
-def fake_torch(xpu: str | None, sees: bool) -> Any:
+def fake_torch(xpu: str | None, sees: bool, version: str = "2.99") -> Any:
     return SimpleNamespace(
-        __version__="2.99",
+        __version__=version,
         version=SimpleNamespace(xpu=xpu),
         xpu=SimpleNamespace(is_available=lambda: sees),
     )
@@ -29,8 +29,13 @@ def fake_torch(xpu: str | None, sees: bool) -> Any:
     [
         ((None, False), "torch 2.99 is built without XPU; install a build of torch for XPU"),
         (("20260000", False), "torch 2.99 finds no Intel GPU; install Intel's GPU driver"),
+        (
+            ("20250000", True, "2.9.1+xpu"),
+            "torch 2.9.1+xpu: expected 2.13 or later, which brings libsycl.so.9;",
+        ),
+        (("20250000", True, "1.13"), "torch 1.13: expected 2.13 or later, which brings libsycl.so.9;"),
     ],
-    ids=["CPU", "XPU without a GPU"],
+    ids=["CPU", "XPU without a GPU", "the runtime before", "the major version before"],
 )
 def test_what_is_not_there_says_why_in_one_line(
     monkeypatch: pytest.MonkeyPatch, build: Any, said: str
@@ -42,9 +47,23 @@ def test_what_is_not_there_says_why_in_one_line(
     assert "\n" not in reason
 
 
-def test_a_torch_that_sees_a_gpu_makes_it_available(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch", fake_torch("20260000", True))
+@pytest.mark.parametrize(
+    "version", ["2.13.0+xpu", "2.13.0.dev20260701+xpu", "2.14.0a0+gitabc", "3.0", "main"]
+)
+def test_a_torch_that_sees_a_gpu_makes_it_available(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setitem(sys.modules, "torch", fake_torch("20260000", True, version))
     assert XpuDeviceSpec().is_available()
+
+
+def test_what_torch_says_when_it_is_asked_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked() -> bool:
+        raise RuntimeError("Level Zero:\n  no loader")
+
+    torch = fake_torch("20260000", True)
+    torch.xpu.is_available = asked
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    assert not XpuDeviceSpec().is_available()
+    assert "torch.xpu cannot be asked: Level Zero: no loader" in XpuDeviceSpec().unavailable_reason()
 
 
 @pytest.mark.parametrize("torch", [None, SimpleNamespace()], ids=["none", "without its parts"])

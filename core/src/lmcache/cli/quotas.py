@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from lmcache.v1.protocol.messages import Account
 
 
+L1 = "l1"
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Declare the flags that name one account, and where the server is."""
     parser.add_argument(
@@ -37,12 +40,33 @@ def account_of(args: argparse.Namespace) -> str:
     return account_id(args.salt) if args.account is None else str(args.account)
 
 
-def as_data(row: Account) -> dict[str, object]:
-    """One account for programs."""
-    return {
-        "account": row.account, "limit_bytes": row.limit_bytes, "used_bytes": row.used_bytes,
-        "objects": row.objects,
-    }  # fmt: skip
+def add_tier(parser: argparse.ArgumentParser) -> None:
+    """Declare the flag that says where a limit holds."""
+    parser.add_argument(
+        "--tier",
+        default=L1,
+        metavar="NAME",
+        help="l1, or a tier of the server's own as `lmcache describe` names it (l1)",
+    )
+
+
+def as_data(rows: Sequence[Account]) -> list[dict[str, object]]:
+    """Accounts for programs: of each what it has in L1, and in every tier that knows."""
+    found: dict[str, list[Account]] = {}
+    for row in rows:
+        found.setdefault(row.account, []).append(row)
+    data = []
+    for account, mine in found.items():
+        l1 = next((row for row in mine if row.tier == L1), None)
+        tiers = [{"tier": row.tier, **_figures(row)} for row in mine if row is not l1]
+        data.append({"account": account, **_figures(l1), "tiers": tiers})
+    return data
+
+
+def _figures(row: Account | None) -> dict[str, object]:
+    if row is None:
+        return {"limit_bytes": None, "used_bytes": 0, "objects": 0}
+    return {"limit_bytes": row.limit_bytes, "used_bytes": row.used_bytes, "objects": row.objects}
 
 
 def as_table(rows: Sequence[Account]) -> str:
@@ -50,10 +74,11 @@ def as_table(rows: Sequence[Account]) -> str:
     cells = [
         (
             row.account or "(no salt)",
+            row.tier,
             "none" if row.limit_bytes is None else size(row.limit_bytes),
             size(row.used_bytes),
             row.objects,
         )
-        for row in rows
+        for row in sorted(rows, key=lambda row: row.account)
     ]
-    return table(("account", "limit", "in use", "objects"), cells)
+    return table(("account", "tier", "limit", "in use", "objects"), cells)

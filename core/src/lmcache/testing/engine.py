@@ -30,6 +30,7 @@ BLOCK = 16
 CHUNK = 32
 NULL_BLOCK = 0
 _START_SECONDS = 60.0
+_FORMATS = {1: "NL_X_NB_BS_NH_CS", 2: "NL_X_TWO_X_NB_BS_NH_HS"}
 
 
 @dataclass
@@ -64,35 +65,21 @@ def running_server(*flags: str) -> Iterator[Server]:
 class Engine:
     """One worker with one KV group of ``layers`` layers, and its scheduler.
 
-    Pages are ``[num_blocks, BLOCK, heads, width]`` bytes per layer. They hold whatever a test puts there; the
-    cache must give it back.
+    Pages are ``[num_blocks, BLOCK, heads, width]`` bytes per layer, or, with two ``planes``, for K and for V of each:
+    two tensors. They hold whatever a test puts there; the cache must give it back.
     """
 
     def __init__(
         self, server: Server, device: Any, mode: str, name: str, *, rank: int = 0, ranks: int = 1,
-        layers: int = 3, num_blocks: int = 32, width: int = 64, control_timeout: float = 10.0,
+        layers: int = 3, num_blocks: int = 32, width: int = 64, control_timeout: float = 10.0, planes: int = 1,
     ) -> None:  # fmt: skip
         import torch
 
         self.device = device
         self.num_blocks = num_blocks
         shape = (num_blocks, BLOCK, 2, width)
-        self.tensors = [torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(layers)]
-        page = BLOCK * 2 * width
-        namespace = Namespace(
-            model="verify", revision="1", engine="verify", format="NL_X_NB_BS_NH_CS", dtype="uint8",
-            block_size=BLOCK, chunk_size=CHUNK, kv_heads=2, head_size=width, page_bytes=(page,) * layers,
-            tp_rank=rank, tp_size=ranks,
-        )  # fmt: skip
-        pages = KVGroupPages(
-            namespace=namespace,
-            num_blocks=num_blocks,
-            addresses=[tensor.data_ptr() for tensor in self.tensors],
-            strides=[page] * layers,
-            null_block=NULL_BLOCK,
-            device=str(device),
-            tensors=self.tensors,
-        )
+        self.tensors = [torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(layers * planes)]
+        pages = self.pages(rank, ranks, planes)
         options = ClientOptions(control_timeout=control_timeout, heartbeat_interval=0.5, retry_interval=0.1)
         self.rank = rank
         self.context: TransferContext = create_transfer_context(
@@ -101,6 +88,24 @@ class Engine:
         self.scheduler = CacheClient(server.address, "scheduler", name, 0, ranks, options)
         self.context.start()
         self.scheduler.start()
+
+    def pages(self, rank: int, ranks: int, planes: int) -> KVGroupPages:
+        """What the cache is told of ``tensors``."""
+        _, _, heads, width = self.tensors[0].shape
+        page = BLOCK * heads * width
+        return KVGroupPages(
+            namespace=Namespace(
+                model="verify", revision="1", engine="verify", format=_FORMATS[planes], dtype="uint8",
+                block_size=BLOCK, chunk_size=CHUNK, kv_heads=heads, head_size=width,
+                page_bytes=(page,) * len(self.tensors), tp_rank=rank, tp_size=ranks,
+            ),
+            num_blocks=self.num_blocks,
+            addresses=[tensor.data_ptr() for tensor in self.tensors],
+            strides=[page] * len(self.tensors),
+            null_block=NULL_BLOCK,
+            device=str(self.device),
+            tensors=self.tensors,
+        )  # fmt: skip
 
     def wait_up(self, seconds: float = 120.0) -> None:
         """Until both sessions are open."""

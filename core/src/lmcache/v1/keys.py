@@ -68,9 +68,10 @@ def digest(domain: str, value: Canonical) -> bytes:
 class Namespace(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that must agree before stored bytes mean the same KV (architecture section 5).
 
-    ``page_bytes`` holds, per layer in order, the bytes of one block's page. ``packing`` names the in-page
-    packing (for vLLM's CPU backend the instruction set that ordered K). ``extra`` carries whatever else an
-    integration knows to matter, such as quantisation or rope settings.
+    ``page_bytes`` holds, per layer in order, the bytes of one block's page; where a layer is several tensors, of
+    each of them in turn, and ``layers`` has its name as often. ``packing`` names the in-page packing (for vLLM's
+    CPU backend the instruction set that ordered K). ``extra`` carries whatever else an integration knows to matter,
+    such as quantisation or rope settings.
     """
 
     model: str

@@ -95,7 +95,8 @@ inline void batched_memcpy(py::handle src, py::handle dst, py::handle sizes)
 
 inline void bind(py::module_ &m)
 {
-    py::class_<Buffer>(m, "HostBuffer", py::buffer_protocol())
+    // Of this module alone: another wheel that ships this text may be in the process, too.
+    py::class_<Buffer>(m, "HostBuffer", py::module_local(), py::buffer_protocol())
         .def(py::init<std::size_t, bool>(), py::arg("nbytes"), py::arg("lock") = true,
              py::call_guard<py::gil_scoped_release>())
         .def_property_readonly("address", &Buffer::address)

@@ -8,9 +8,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <exception>
 #include <stdexcept>
 #include <string>
-#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -47,7 +47,7 @@ template <typename Part> void shared_out(i64 items, int threads, const Part &par
     for (int at = 1; at < threads && first + step < items; ++at, first += step) {
         try {
             helpers.emplace_back([&part, first, step] { part(first, first + step); });
-        } catch (const std::system_error &) {
+        } catch (const std::exception &) { // std::system_error, or no memory for what a thread needs
             break; // this thread does the rest
         }
     }

@@ -20,7 +20,8 @@ __all__ = ["CLASSES", "VLLMPagedMemHPUConnector", "VLLMPagedMemHPUConnectorV2"]
 class VLLMPagedMemHPUConnectorV2(VLLMPagedMemGPUConnectorV2):
     """vLLM, all layers of a chunk at once; see ``WholeConnector``.
 
-    A layer is a tensor, or a tuple of K and V, each ``[blocks, slots, heads, size]`` or ``[slots, heads, size]``.
+    A layer is a tensor, or a tuple of K and V, each ``[blocks, slots, heads, size]`` or ``[slots, heads, size]``; with
+    MLA a tuple of the latent, ``[blocks, slots, size]`` or ``[slots, size]``. Places behind them must be empty.
     """
 
     def __init__(self, hidden_dim_size: int, num_layers: int, use_gpu: bool = False, **kwargs: Any) -> None:
@@ -37,12 +38,12 @@ class VLLMPagedMemHPUConnectorV2(VLLMPagedMemGPUConnectorV2):
         """As the base class.
 
         Raises:
-            LayoutError: A layer has more than K and V, such as scales of 8-bit floats.
+            LayoutError: A layer has less or more than K and V (or than its latent), such as scales of 8-bit floats.
         """
         given = kwargs.get("kvcaches")
         if given is not None:
             layers = given.values() if isinstance(given, Mapping) else given
-            kwargs["kvcaches"] = [_layer(at, layer) for at, layer in enumerate(layers)]
+            kwargs["kvcaches"] = [_layer(at, layer, self.use_mla) for at, layer in enumerate(layers)]
         super().initialize_kvcaches_ptr(**kwargs)
 
     def batched_to_gpu(
@@ -67,15 +68,20 @@ CLASSES: dict[tuple[EngineType, str], type[Any]] = {(EngineType.VLLM, "whole"): 
 """By engine, and what the configuration asks for."""
 
 
-def _layer(at: int, layer: Any) -> Any:
+def _layer(at: int, layer: Any, mla: bool) -> Any:
     if not isinstance(layer, (list, tuple)):
         return layer
-    if len(layer) < 2 or any(part is not None for part in layer[2:]):
+    parts = 1 if mla else 2
+    if len(layer) < parts or any((part is None) == (place < parts) for place, part in enumerate(layer)):
+        found = sum(part is not None for part in layer)
         raise LayoutError(
-            f"kvcaches: layer {at} has {len(layer)} tensors: expected K and V; keep the cache in a type without scales"
+            f"kvcaches: layer {at} has {found} tensors in {len(layer)} places: expected"
+            f" {'a latent' if mla else 'K and V'}, and empty places behind; keep the cache in a type without scales"
         )
     # Slots of all blocks as one axis are one block of as many slots: a slot has the same number in both.
-    return tuple(part.unsqueeze(0) if part.dim() == 3 else part for part in layer[:2])
+    fused = 2 if mla else 3
+    planes = tuple(part.unsqueeze(0) if part.dim() == fused else part for part in layer[:parts])
+    return planes[0] if mla else planes
 
 
 def _on_host(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -49,9 +49,12 @@ class HpuDeviceSpec(DeviceSpec):
             return f"{_VENDOR}.torch cannot be imported: {' '.join(str(exc).split())}; {_INSTALL}"
         if not _NODES.is_dir() or not any(_NODES.iterdir()):
             return f"{_NODES} lists no accelerator: is the driver loaded, and was the container given the device?"
-        return (
-            "torch.hpu finds no Gaudi that it can use; is one free, and does HABANA_VISIBLE_DEVICES name it?"
-        )
+        remedy = "is one free, and does HABANA_VISIBLE_DEVICES name it?"
+        try:
+            self._module().is_available()
+        except Exception as exc:
+            return f"torch.hpu cannot be asked: {' '.join(str(exc).split())}; {remedy}"
+        return f"torch.hpu finds no Gaudi that it can use; {remedy}"
 
     def _module(self) -> Any:
         """torch.hpu, which importing torch alone makes in newer suites only."""
@@ -108,6 +111,18 @@ class HpuDeviceSpec(DeviceSpec):
 
         end_step()  # in lazy mode what was not marked is not queued yet
         super().synchronize_device(device)
+
+    def synchronize_stream(self, stream: Any) -> None:
+        from lmcache_hpu.runtime import end_step
+
+        end_step()
+        super().synchronize_stream(stream)
+
+    def record_stream_event(self, event: Any, stream: Any) -> None:
+        from lmcache_hpu.runtime import end_step
+
+        end_step()
+        super().record_stream_event(event, stream)
 
 
 def _is_installed() -> bool:

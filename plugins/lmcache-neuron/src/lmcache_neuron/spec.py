@@ -51,7 +51,12 @@ class NeuronDeviceSpec(DeviceSpec):
                 f"torch.neuron is not there: {' '.join(str(exc).split())}; install a release of torch-neuronx that has"
                 " the device type neuron"
             )
-        return "torch.neuron finds no device that it can use; is one free, and does NEURON_RT_VISIBLE_CORES name it?"
+        remedy = "is one free, and does NEURON_RT_VISIBLE_CORES name it?"
+        try:
+            self._module().is_available()
+        except Exception as exc:
+            return f"torch.neuron cannot be asked: {' '.join(str(exc).split())}; {remedy}"
+        return f"torch.neuron finds no device that it can use; {remedy}"
 
     def _absent(self) -> str:
         """What is missing, as far as files tell."""

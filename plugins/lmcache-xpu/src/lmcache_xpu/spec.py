@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lmcache.v1.platform.base.device_spec import DeviceSpec
@@ -11,6 +12,8 @@ if TYPE_CHECKING:
 
 __all__ = ["XpuDeviceSpec"]
 
+_OLDEST = (2, 13)
+"""The torch that brings the SYCL runtime this wheel is linked to. pip cannot hold it: torch is not required by name."""
 _INSTALL = "install a build of torch for XPU (https://download.pytorch.org/whl/xpu)"
 
 
@@ -34,7 +37,7 @@ class XpuDeviceSpec(DeviceSpec):
         try:
             import torch
 
-            return bool(torch.xpu.is_available())
+            return not _is_too_old(torch.__version__) and bool(torch.xpu.is_available())
         except Exception:  # a torch that is broken is found out, and told of, by unavailable_reason
             return False
 
@@ -42,15 +45,20 @@ class XpuDeviceSpec(DeviceSpec):
         try:
             import torch
         except Exception as exc:
-            return f"torch cannot be imported: {exc}; {_INSTALL}"
+            return f"torch cannot be imported: {' '.join(str(exc).split())}; {_INSTALL}"
         version = getattr(torch, "__version__", "?")
         built = getattr(getattr(torch, "version", None), "xpu", None)
         if not hasattr(torch, "xpu") or not built:
             return f"torch {version} is built without XPU; {_INSTALL}"
-        return (
-            f"torch {version} finds no Intel GPU; install Intel's GPU driver (Level Zero), and give this user the "
-            "group render"
-        )
+        if _is_too_old(version):
+            oldest = ".".join(map(str, _OLDEST))
+            return f"torch {version}: expected {oldest} or later, which brings libsycl.so.9; {_INSTALL}"
+        remedy = "install Intel's GPU driver (Level Zero), and give this user the group render"
+        try:
+            torch.xpu.is_available()
+        except Exception as exc:
+            return f"torch.xpu cannot be asked: {' '.join(str(exc).split())}; {remedy}"
+        return f"torch {version} finds no Intel GPU; {remedy}"
 
     @property
     def ops_cls(self) -> type[DeviceOps]:
@@ -84,3 +92,9 @@ class XpuDeviceSpec(DeviceSpec):
         from lmcache_xpu import native
 
         native.load().stall(self.get_stream_handle(stream), seconds)
+
+
+def _is_too_old(version: str) -> bool:
+    """Whether it is known to be; a version that is no number may be any."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return found is not None and (int(found[1]), int(found[2])) < _OLDEST

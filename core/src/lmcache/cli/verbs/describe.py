@@ -8,6 +8,7 @@ from typing import Any
 
 from lmcache.cli.args import add_format, add_server
 from lmcache.cli.output import duration, emit, pairs, size, table
+from lmcache.cli.quotas import L1
 from lmcache.errors import ConfigError
 
 HELP = "show a running server's settings, its fill and who is connected"
@@ -88,15 +89,20 @@ def _tiers(state: Mapping[str, Any]) -> list[str]:
 
 
 def _accounts(state: Mapping[str, Any]) -> list[str]:
+    found = [(L1, row) for row in state.get("accounts") or ()]
+    found += [
+        (str(tier.get("name")), row) for tier in state.get("l2") or () for row in tier.get("accounts") or ()
+    ]
     rows = [
         (
             row.get("account") or "(no salt)",
+            tier,
             "none" if row.get("limit_bytes") is None else size(int(row["limit_bytes"])),
             size(int(row.get("used_bytes") or 0)),
         )
-        for row in state.get("accounts") or ()
+        for tier, row in found
     ]
-    return [table(("account", "limit", "in use"), rows)] if rows else []
+    return [table(("account", "tier", "limit", "in use"), rows)] if rows else []
 
 
 def _bytes(value: object) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import keyword
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -145,10 +146,10 @@ def write(project: Path, style: str, words: Mapping[str, str]) -> list[str]:
 
 
 def _checked(what: str, name: str) -> str:
-    if not _NAME.fullmatch(name) or len(name) > _MAX_NAME:
+    if not _NAME.fullmatch(name) or len(name) > _MAX_NAME or keyword.iskeyword(name):
         raise ConfigError(
-            f"{what} {name!r}: expected a lowercase identifier of at most {_MAX_NAME} characters, such as foo"
-            " or foo_2; NAME names the backend, the package and, without --torch-device, torch's device"
+            f"{what} {name!r}: expected a lowercase identifier of at most {_MAX_NAME} characters, no keyword,"
+            " such as foo or foo_2; NAME names the backend, the package and, without --torch-device, torch's device"
         )
     if name in _BUILT_IN:
         raise ConfigError(f"{what} {name!r}: expected a name of your own; that backend is part of lmcache")

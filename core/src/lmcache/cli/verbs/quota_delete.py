@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 
 from lmcache.cli.output import emit
-from lmcache.cli.quotas import account_of
-from lmcache.cli.quotas import add_flags as add
-
-__all__ = ["HELP", "add", "run"]
+from lmcache.cli.quotas import account_of, add_flags, add_tier
 
 HELP = "lift one salt's limit"
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags."""
+    add_tier(parser)
+    add_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -20,7 +23,8 @@ def run(args: argparse.Namespace) -> int:
 
     account = account_of(args)
     with tool_session(args) as session:
-        session.ask(m.SetQuota(account=account, limit_bytes=None), m.Ok)
-    data = {"address": session.address, "account": account, "limit_bytes": None}
-    emit(args.format, data, f"{session.address}: account {account or '(no salt)'} has no limit")
+        session.ask(m.SetQuota(account=account, limit_bytes=None, tier=args.tier), m.Ok)
+    data = {"address": session.address, "account": account, "tier": args.tier, "limit_bytes": None}
+    text = f"{session.address}: account {account or '(no salt)'} has no limit in {args.tier}"
+    emit(args.format, data, text)
     return 0

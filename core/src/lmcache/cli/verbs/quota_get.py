@@ -10,11 +10,11 @@ from lmcache.cli.quotas import add_flags as add
 
 __all__ = ["HELP", "add", "run"]
 
-HELP = "show one salt's limit and use"
+HELP = "show one salt's limits and use"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the limit, if there is one, and what is in use."""
+    """Print the limits, if there are any, and what is in use, by tier."""
     from lmcache.cli.connect import tool_session
     from lmcache.v1.protocol import messages as m
 
@@ -22,6 +22,6 @@ def run(args: argparse.Namespace) -> int:
     with tool_session(args) as session:
         rows = session.ask(m.Quotas(), m.Accounts).rows
     none = m.Account(account=account, used_bytes=0, objects=0, limit_bytes=None)
-    row = next((row for row in rows if row.account == account), none)
-    emit(args.format, {"address": session.address, **as_data(row)}, as_table([row]))
+    mine = [row for row in rows if row.account == account] or [none]
+    emit(args.format, {"address": session.address, **as_data(mine)[0]}, as_table(mine))
     return 0

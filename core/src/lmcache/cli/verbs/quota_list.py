@@ -18,12 +18,12 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print every account that has something in L1 or a limit."""
+    """Print every account that has something, or a limit, by tier."""
     from lmcache.cli.connect import tool_session
     from lmcache.v1.protocol import messages as m
 
     with tool_session(args) as session:
         rows = session.ask(m.Quotas(), m.Accounts).rows
-    data = {"address": session.address, "accounts": [as_data(row) for row in rows]}
-    emit(args.format, data, as_table(rows) if rows else "no account has anything in L1, or a limit")
+    data = {"address": session.address, "accounts": as_data(rows)}
+    emit(args.format, data, as_table(rows) if rows else "no account has anything here, or a limit")
     return 0

@@ -7,15 +7,16 @@ import math
 
 from lmcache.cli.args import number
 from lmcache.cli.output import emit, size
-from lmcache.cli.quotas import account_of, add_flags
+from lmcache.cli.quotas import account_of, add_flags, add_tier
 from lmcache.errors import ConfigError
 
-HELP = "limit what requests of one cache salt may hold in L1"
+HELP = "limit what requests of one cache salt may hold in L1 or in a tier"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
-    parser.add_argument("--limit-gb", type=number, required=True, help="GiB of L1 (required)")
+    parser.add_argument("--limit-gb", type=number, required=True, help="GiB (required)")
+    add_tier(parser)
     add_flags(parser)
 
 
@@ -28,7 +29,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--limit-gb {args.limit_gb:g}: expected a number of GiB from 0 on, e.g. 1.5")
     account, limit = account_of(args), int(args.limit_gb * (1 << 30))
     with tool_session(args) as session:
-        session.ask(m.SetQuota(account=account, limit_bytes=limit), m.Ok)
-    data = {"address": session.address, "account": account, "limit_bytes": limit}
-    emit(args.format, data, f"{session.address}: account {account or '(no salt)'} limited to {size(limit)}")
+        session.ask(m.SetQuota(account=account, limit_bytes=limit, tier=args.tier), m.Ok)
+    data = {"address": session.address, "account": account, "tier": args.tier, "limit_bytes": limit}
+    text = f"{session.address}: account {account or '(no salt)'} limited to {size(limit)} in {args.tier}"
+    emit(args.format, data, text)
     return 0

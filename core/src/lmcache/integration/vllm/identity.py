@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from lmcache.errors import ConfigError
+from lmcache.integration.vllm.layer_pages import GroupLayout, page_tensors
 from lmcache.logging import init_logger
 from lmcache.v1.keys import Namespace, digest
-from lmcache.v1.kv_layout import PagedLayout, describe_declared
 from lmcache.v1.multiprocess.transfer_context.pages import KVGroupPages
 from lmcache.v1.utils.weights import folder_state, weights_fingerprint
 
@@ -35,6 +35,14 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
             raise ConfigError(
                 f"{what}={getattr(parallel, what)}: KV spread over context-parallel ranks is not cached; set it to 1"
             )
+    model = vllm_config.model_config
+    pooler = getattr(model, "pooler_config", None)
+    if pooler is not None and not model.is_prefix_caching_supported:
+        kind = getattr(pooler, "seq_pooling_type", None)
+        raise ConfigError(
+            f"pooling {kind}: needs every token of a prompt, so no prefix can be taken from a cache; run this model"
+            " without the connector"
+        )
     for group in kv_cache_config.kv_cache_groups:
         for spec in _layer_specs(group.kv_cache_spec):
             kind = type(spec).__name__
@@ -119,6 +127,14 @@ def lora_identity(lora_request: Any) -> str:
     return identity
 
 
+def media_by_content(vllm_config: Any) -> bool:
+    """Whether vLLM names media by what is in them. Where it neither keeps processed media nor caches prefixes it
+    saves itself the hash, and numbers them: every process from the same number on."""
+    settings = getattr(vllm_config.model_config, "multimodal_config", None)
+    kept = getattr(settings, "mm_processor_cache_gb", 1)
+    return settings is None or kept != 0 or bool(vllm_config.cache_config.enable_prefix_caching)
+
+
 def _model_extra(vllm_config: Any) -> dict[str, str]:
     """Settings that change KV values without changing its layout."""
     import vllm
@@ -145,7 +161,7 @@ def describe_groups(
     """The worker's KV groups as pages, in vLLM's group order.
 
     Args:
-        kv_caches: layer name to cache tensor, as vLLM registers them.
+        kv_caches: layer name to cache, as vLLM registers them: a tensor, or K and V as a tuple.
         rank: this worker's rank among tensor- and pipeline-parallel workers.
 
     Raises:
@@ -159,14 +175,12 @@ def describe_groups(
     groups = []
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         spec = _layer_specs(group.kv_cache_spec)[0]
-        tensors = [kv_caches[name] for name in group.layer_names]
-        mla = type(spec).__name__.startswith("MLA")
-        pages = []
-        for tensor in tensors:
-            page = describe_declared(order, tensor, mla=mla, opaque=True)
-            # A kernel may use smaller blocks than the block manager: then one managed block is several of them.
-            pages.append(page.grouped(page.num_blocks // kv_cache_config.num_blocks))
-        layout = PagedLayout.of(pages, tensors[0].dtype, packing=_packing(vllm_config, group.layer_names[0]))
+        said = GroupLayout(
+            order, spec.block_size, kv_cache_config.num_blocks, mla=type(spec).__name__.startswith("MLA")
+        )
+        found = page_tensors(kv_caches, group.layer_names, said)
+        layout = found.layout(_packing(vllm_config, group.layer_names[0]))
+        device = found.tensors[0].device.type
         namespace = Namespace(
             model=vllm_config.model_config.model,
             revision=revision,
@@ -179,7 +193,7 @@ def describe_groups(
             head_size=layout.head_size,
             page_bytes=layout.page_bytes,
             packing=layout.packing,
-            layers=tuple(group.layer_names),
+            layers=found.names,
             group=index,
             groups=len(kv_cache_config.kv_cache_groups),
             tp_rank=rank % tp // replicas,
@@ -188,7 +202,7 @@ def describe_groups(
             pp_size=parallel.pipeline_parallel_size,
             extra=extra
             | {
-                "order": order,
+                "order": found.order,
                 "split": str(layout.split),
                 "kv_dtype": str(vllm_config.cache_config.cache_dtype),
             },
@@ -197,11 +211,11 @@ def describe_groups(
             KVGroupPages(
                 namespace=namespace,
                 num_blocks=kv_cache_config.num_blocks,
-                addresses=[t.data_ptr() for t in tensors],
-                strides=[p.page_stride_bytes for p in pages],
+                addresses=[t.data_ptr() for t in found.tensors] if device == "cpu" else [],
+                strides=[p.page_stride_bytes for p in found.pages],
                 null_block=_NULL_BLOCK,
-                device=tensors[0].device.type,
-                tensors=tensors,
+                device=device,
+                tensors=found.tensors,
             )
         )
     return groups

@@ -25,7 +25,13 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 import lmcache
 from lmcache.errors import ConfigError
-from lmcache.integration.vllm.identity import check_supported, describe_groups, lora_identity, model_revision
+from lmcache.integration.vllm.identity import (
+    check_supported,
+    describe_groups,
+    lora_identity,
+    media_by_content,
+    model_revision,
+)
 from lmcache.integration.vllm.scheduler_side import SchedulerSide, StepPlan
 from lmcache.integration.vllm.settings import ConnectorSettings, read_settings
 from lmcache.integration.vllm.vllm_multi_process_adapter import ParallelStrategy
@@ -122,6 +128,7 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):
             prefetch_timeout=settings.prefetch_timeout,
             min_tokens=settings.min_tokens,
             lora_identity=lora_identity,
+            media_by_content=media_by_content(self._config),
         )
 
     @property

@@ -63,7 +63,6 @@ class Tracked:
     request: Any
     chunk_size: int
     scope: Scope
-    media: tuple[MediaItem, ...]
     cacheable: bool
     account: str
     store_limit: int | None
@@ -110,6 +109,7 @@ class SchedulerSide:
         lora_identity: maps a request's adapter to text that changes with it.
         prefetch_timeout: seconds that a request may wait for what the server fetches from below L1.
         min_tokens: a hit of fewer tokens is not worth its load, and counts as none.
+        media_by_content: whether an item's identifier tells its content. If not, it is one of this engine's only.
     """
 
     def __init__(
@@ -124,6 +124,7 @@ class SchedulerSide:
         lora_identity: Any = lambda lora: "" if lora is None else str(lora),
         prefetch_timeout: float = 2.0,
         min_tokens: int = 0,
+        media_by_content: bool = True,
     ) -> None:
         self.client = client
         self._block_sizes = list(block_sizes)
@@ -133,6 +134,7 @@ class SchedulerSide:
         self._lora_identity = lora_identity
         self._prefetch_timeout = prefetch_timeout
         self._min_tokens = min_tokens
+        self._media_prefix = "" if media_by_content else f"{secrets.token_hex(16)}:"
         self._scheduling = False
         self._busy = False
         """The last step ran something. A lookup that waits would then keep it waiting, too."""
@@ -296,6 +298,15 @@ class SchedulerSide:
         tracked = self._tracked.get(request_id)
         if tracked is None:
             return
+        try:
+            self._plan_stores(tracked, computed, new_tokens, blocks)
+        except Exception:  # as in a lookup
+            logger.exception("request %s: stores", request_id)
+            tracked.cacheable = False
+
+    def _plan_stores(
+        self, tracked: Tracked, computed: int, new_tokens: int, blocks: tuple[list[int], ...]
+    ) -> None:
         size = tracked.chunk_size
         if computed + 1 < tracked.stored * size:
             # After a failed load vLLM goes back; what was counted as stored from there on may not have been.
@@ -400,7 +411,6 @@ class SchedulerSide:
                 salt=request.cache_salt or "",
                 tags=_tags(params) | self._era,
             ),
-            media=_media(request.mm_features),
             cacheable=cacheable,
             account=account_id(request.cache_salt or ""),
             store_limit=_store_limit(params),
@@ -412,7 +422,9 @@ class SchedulerSide:
         size = tracked.chunk_size
         if tokens // size > len(tracked.hashes):
             ids = tracked.request.all_token_ids[: tokens - tokens % size]
-            tracked.hashes = chunk_hashes(ids, tracked.scope, media=tracked.media, known=tracked.hashes)
+            # Asked for each time: a session's list grows with its prompt.
+            media = _media(tracked.request.mm_features, self._media_prefix)
+            tracked.hashes = chunk_hashes(ids, tracked.scope, media=media, known=tracked.hashes)
 
     @property
     def tracked_requests(self) -> int:
@@ -438,5 +450,7 @@ def _store_limit(params: Mapping[str, Any]) -> int | None:
     return 0  # whoever sets a limit wants no more than that stored
 
 
-def _media(features: Sequence[Any] | None) -> tuple[MediaItem, ...]:
-    return tuple(MediaItem(f.mm_position.offset, f.mm_position.length, f.identifier) for f in features or ())
+def _media(features: Sequence[Any] | None, prefix: str) -> tuple[MediaItem, ...]:
+    return tuple(
+        MediaItem(f.mm_position.offset, f.mm_position.length, prefix + f.identifier) for f in features or ()
+    )

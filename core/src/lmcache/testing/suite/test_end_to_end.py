@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import signal
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
@@ -148,6 +149,31 @@ def test_two_engines_share_what_one_of_them_stored(
             assert all((now[9 - i] == was[1 + i]).all() for i in range(4))
     finally:
         other.close()
+
+
+def test_k_and_v_as_two_tensors_come_back_and_are_never_those_of_another_layout(
+    server: Server, device: Any, dev: Any, mode: str
+) -> None:
+    """Six pages per block of three layers, and of six layers of one tensor: they must not meet."""
+    tokens = _prompt(2)
+    with ExitStack() as engines:
+        one, same, other = (
+            engines.enter_context(
+                closing(Engine(server, device, mode, name, layers=6 // planes, planes=planes))
+            )
+            for name, planes in (("pairs", 2), ("as many pairs", 2), ("no pairs", 1))
+        )
+        for engine in (one, same, other):
+            engine.wait_up()
+        held, before = one.fill(9), same.fill(10)
+        assert one.store(tokens, [4, 2, 7, 1]) == 2
+        assert same.load("h", tokens, [9, 3, 8, 5], wait_for=2) == 2
+        dev.synchronize()
+        for now, was, source in zip(_pages(same), before, held, strict=True):
+            for block in range(same.num_blocks):
+                origin = {9: 4, 3: 2, 8: 7, 5: 1}.get(block)
+                assert (now[block] == (was[block] if origin is None else source[origin])).all(), block
+        assert other.load("i", tokens, [9, 3, 8, 5]) == 0
 
 
 def test_a_dead_server_costs_the_cache_and_nothing_else(device: Any, dev: Any, mode: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -125,16 +126,36 @@ REFUSED: Mapping[str, str] = {
 
 HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "remote_serde": ("naive",),
-    "pre_caching_hash_algorithm": ("blake3",),
+    "pre_caching_hash_algorithm": ("blake3", "builtin"),
     "py_enable_gc": (True,),
-    "priority_limit": (),
+    **dict.fromkeys(("local_disk_path_sharding", "gds_path_sharding"), ("by_gpu",)),
+    "gds_backend": ("cufile",),
+    "use_gds": (True,),  # how gds_path is read; that is what asks for it
+    "maru_pool_size": (4.0,),
+    "blend_min_tokens": (256,),
+    "blend_special_str": (" # # ",),
+    "mp_port": (5555,),
+    "lmcache_worker_heartbeat_delay_time": (10,),
+    "pd_allocation_timeout_sec": (math.inf,),
+    "pd_shutdown_timeout_sec": (5.0,),
+    "pd_condition_poll_interval_sec": (0.005,),
+    "pd_backend_mode": ("async",),
+    "internal_api_server_host": ("127.0.0.1",),
+    "internal_api_server_port_start": (6999,),
+    "lazy_memory_initial_ratio": (0.2,),
+    "lazy_memory_expand_trigger_ratio": (0.5,),
+    "lazy_memory_step_ratio": (0.1,),
+    "pin_check_interval_sec": (30,),
+    "chunk_statistics_strategy": ("memory_bloom_filter",),
+    "max_hidden_state_cpu_size": (2.0,),
+    "hidden_states_retrieve_mode": ("prefix_strict",),
 }
-"""Values, besides none, false, zero and nothing, that ask for what happens anyway."""
+"""Values, besides none, false, zero and nothing, that ask for what happens anyway: they were defaults."""
 
 
 def asks_for_nothing(key: str, value: Any) -> bool:
     """Whether a refused key has a value that can be ignored."""
-    text = str(value).strip().lower()
+    harmless, text = HARMLESS.get(key, ()), str(value).strip().lower()
     if isinstance(value, str) and text in ("", "none", "null", "false", "0"):
         return True
-    return not value or value in HARMLESS.get(key, ()) or text in map(str, HARMLESS.get(key, ()))
+    return not value or value in harmless or text in (str(one).strip().lower() for one in harmless)

@@ -187,6 +187,7 @@ _MAPS = ("extra_config", "l2_adapters")
 _KINDS: Mapping[type, str] = {
     bool: "a boolean", dict: "a map", float: "a number", int: "a number", list: "a list", str: "text",
 }  # fmt: skip
+_NO_MAP = ("null", "none")
 
 
 def convert(key: str, value: Any, source: str) -> Any:
@@ -213,7 +214,9 @@ def outline(value: Any) -> str:
 
 
 def _parsed(key: str, value: Any) -> Any:
-    """Text of a variable as lists, maps or null where the key takes them."""
+    """Text of a variable as lists, maps or null where the key takes them; no map is an empty one."""
+    if key in _MAPS and (value is None or (isinstance(value, str) and value.strip().lower() in _NO_MAP)):
+        return {} if key == "extra_config" else []
     if isinstance(value, tuple):
         return list(value)
     if not isinstance(value, str):

@@ -17,7 +17,7 @@ from lmcache.v1.gpu_connector.hostruns import HostRuns
 from lmcache.v1.gpu_connector.slots import Slots
 from lmcache.v1.kv_layout import KVFormat, block_stride_elems, get_group_data_ptrs, kv_format, layer_tensors
 from lmcache.v1.platform import resolve_device_ops, torch_ops
-from lmcache.v1.platform.ops_types import PageBufferShapeDesc, TransferDirection
+from lmcache.v1.platform.ops_types import TransferDirection
 
 if TYPE_CHECKING:
     import torch
@@ -103,7 +103,7 @@ class PagedLayers:
         if not row.is_packed or obj.shape[0] == 1:
             self._move_all(obj, slots, way)
         elif self._on_host:
-            self._move_all(obj, slots, way, self._halves, kv_format(_PAIRS))
+            self._move_all(obj, slots, way, apart=True)
         else:
             shape = (obj.shape[1], obj.shape[2], self._heads, 2, obj.shape[3] // self._heads)
             by_plane = obj.view(2, *shape[:3], shape[4])
@@ -112,19 +112,11 @@ class PagedLayers:
                 lambda packed: self._move_all(packed.view(1, *obj.shape[1:3], -1), slots, way),
             )  # fmt: skip
 
-    def _move_all(
-        self,
-        obj: torch.Tensor,
-        slots: Slots,
-        way: TransferDirection,
-        nested: Any = None,
-        row: KVFormat | None = None,
-    ) -> None:
-        if self._on_host and row is None and self._runs.move(obj, slots, way):
+    def _move_all(self, obj: torch.Tensor, slots: Slots, way: TransferDirection, apart: bool = False) -> None:
+        """``apart``: K and V, which the pages pack, are planes of the object; on the host only."""
+        if self._on_host and (self._half_runs if apart else self._runs).move(obj, slots, way):
             return
-        nested, row = nested or self.nested, row or self.row
-        if self._on_host and self._move_blocks(obj, slots, way, nested, row):
-            return
+        row, nested = (kv_format(_PAIRS), self._halves) if apart else (self.row, self.nested)
         name = _ALL
         if row.is_kv_list and not self._serves(_ALL) and self._serves(_UNILATERAL):
             name = _UNILATERAL
@@ -136,47 +128,6 @@ class PagedLayers:
             more = (self.block_size, self._head_size, 0, self._block_stride)
         paged = self._pointers if takes_pointers else nested
         call(obj, paged, slots.tensor, self.device, self.num_slots, int(way), row.id, *more)
-
-    def _move_blocks(
-        self, obj: torch.Tensor, slots: Slots, way: TransferDirection, nested: Any, row: KVFormat
-    ) -> bool:
-        """On the host whole blocks are quicker than their slots where heads are outside slots.
-
-        Args:
-            obj: ``[KV, L, T, D]``, of any strides but the last.
-            slots: At most T.
-            way: H2D writes pages.
-            nested: The layers, as ``row`` says; L of them.
-            row: Their layout.
-
-        Returns:
-            Whether they were whole blocks, and so were moved.
-        """
-        size = self.block_size
-        blocks = (
-            slots.blocks(size) if row.is_block_addressable and slots.tensor.device.type == "cpu" else None
-        )
-        if blocks is None or obj.device.type != "cpu":
-            return False
-        if obj.shape[0] != row.kv_size:
-            raise LayoutError(
-                f"{self.row.label}: object of shape {tuple(obj.shape)}: expected {row.kv_size} for K and V"
-            )
-        heads = self._heads
-        desc = PageBufferShapeDesc(
-            row.kv_size,
-            obj.shape[1],
-            self.num_slots // size,
-            size,
-            heads,
-            obj.shape[3] // heads,
-            obj.element_size(),
-        )
-        tokens = len(slots.tensor)
-        torch_ops.multi_layer_block_kv_transfer(
-            nested, [obj[:, :, :tokens]], blocks.ids, self.device, way, desc, tokens, row.id, blocks.skip
-        )
-        return True
 
     # --- one layer -----------------------------------------------------------------------------------------
 
@@ -215,13 +166,11 @@ class PagedLayers:
     ) -> None:
         by_plane = obj.unsqueeze(0) if obj.dim() == 2 else obj.transpose(0, 1) if token_major else obj
         apart = self.row.is_packed and obj.dim() == 3
-        if not apart and self._runs.move(by_plane.unsqueeze(1), slots, way, layer):
-            return
-        row, paged = self._layer_row, self._layer(layer)
-        if apart:
-            row, paged = kv_format(_PAIRS), self._halves[layer]
-        nested = [[part] for part in paged] if row.is_kv_list else [paged]
-        if not self._move_blocks(by_plane.unsqueeze(1), slots, way, nested, row):
+        runs = self._half_runs if apart else self._runs
+        if not runs.move(by_plane.unsqueeze(1), slots, way, layer):
+            row, paged = (
+                (kv_format(_PAIRS), self._halves[layer]) if apart else (self._layer_row, self._layer(layer))
+            )
             torch_ops.single_layer_kv_transfer(obj, paged, slots.tensor, way, row.id, token_major)
 
     def _layer(self, layer: int) -> Any:
@@ -278,6 +227,10 @@ class PagedLayers:
     @cached_property
     def _runs(self) -> HostRuns:
         return HostRuns(self.row, self.nested)
+
+    @cached_property
+    def _half_runs(self) -> HostRuns:
+        return HostRuns(kv_format(_PAIRS), self._halves)
 
     @cached_property
     def _halves(self) -> list[tuple[torch.Tensor, torch.Tensor]]:

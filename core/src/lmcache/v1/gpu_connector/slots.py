@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from lmcache.errors import LayoutError
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["BROKEN", "Blocks", "Slots", "cached_prefix", "joined", "mapping_of", "slots_of", "whole_blocks"]
-
-
-class Blocks(NamedTuple):
-    """Whole blocks of slots, in the order of tokens."""
-
-    ids: list[int]
-    skip: int
-    """So many at the beginning take no part; their ids say nothing."""
+__all__ = ["BROKEN", "Slots", "cached_prefix", "joined", "mapping_of", "slots_of", "whole_blocks"]
 
 
 @dataclass(frozen=True)
@@ -31,66 +24,56 @@ class Slots:
     """int64 ``[T]``, contiguous; negative ones take no part."""
     may_skip: bool
     """Whether some may be negative: on a device that is not known without waiting for it."""
-    _blocks: dict[int, Blocks | None] = field(default_factory=dict, compare=False)
     _runs: dict[Any, list[tuple[int, int, int]]] = field(default_factory=dict, compare=False)
+
+    @cached_property
+    def values(self) -> list[int]:
+        """The slots as integers; for slots on the host. A few hundred are looked through in less time than torch takes
+        to begin."""
+        found: list[int] = self.tensor.tolist()
+        return found
+
+    @cached_property
+    def led(self) -> tuple[int, torch.Tensor] | None:
+        """How many at the beginning are padding, and the slots after them; None if padding is among those, too, or
+        there are none. For slots on the host."""
+        values = self.values
+        first = next((at for at, slot in enumerate(values) if slot >= 0), len(values)) if self.may_skip else 0
+        rest = values[first:]
+        return (first, self.tensor[first:]) if rest and min(rest) >= 0 else None
 
     def check(self, limit: int) -> None:
         """
         Raises:
             ValueError: A slot of the host's beyond the limit. On a device nobody looks: there it counts as padding.
         """
-        if self.tensor.device.type == "cpu" and len(self.tensor):
-            highest = int(self.tensor.max())
+        if self.tensor.device.type == "cpu":
+            highest = max(self.values, default=-1)
             if highest >= limit:
                 raise ValueError(
-                    f"slot {highest} of token {int(self.tensor.argmax())}: expected less than {limit}"
+                    f"slot {highest} of token {self.values.index(highest)}: expected less than {limit}"
                 )
 
-    def runs(self, limit: int, cut: int, joined: bool) -> list[tuple[int, int, int]]:
+    def runs(self, cut: int, joined: bool) -> list[tuple[int, int, int]]:
         """(token, slot, how many) of what lies together, padding left out. For slots on the host.
 
         Args:
-            limit: Slots that there are.
             cut: A run ends where a multiple of it begins; 0: nowhere.
             joined: Whether consecutive slots lie together at all.
-
-        Raises:
-            ValueError: A slot beyond the limit.
         """
-        key = (limit, cut, joined)
+        key = (cut, joined)
         if key not in self._runs:
-            self._runs[key] = self._as_runs(limit, cut, joined)
+            self._runs[key] = self._as_runs(cut, joined)
         return self._runs[key]
 
-    def _as_runs(self, limit: int, cut: int, joined: bool) -> list[tuple[int, int, int]]:
-        slots = self.tensor
-        if not len(slots):
-            return []
-        self.check(limit)
+    def _as_runs(self, cut: int, joined: bool) -> list[tuple[int, int, int]]:
+        slots = self.values
         if not joined:
-            return [(token, slot, 1) for token, slot in enumerate(slots.tolist()) if slot >= 0]
-        apart = slots.diff() != 1
-        if self.may_skip:
-            apart |= slots[1:] == 0  # -1, which is padding, is no neighbour of 0
-        if cut:
-            apart |= slots[1:] % cut == 0
-        edges = [0, *(apart.nonzero().flatten() + 1).tolist(), len(slots)]
-        heads = slots.tolist()
-        return [(token, heads[token], end - token) for token, end in pairwise(edges) if heads[token] >= 0]
-
-    def blocks(self, size: int) -> Blocks | None:
-        """The blocks that these slots make up one after the other, those that take no part only at the beginning;
-        None if they do not. For slots on the host."""
-        if size not in self._blocks:
-            self._blocks[size] = self._as_blocks(size)
-        return self._blocks[size]
-
-    def _as_blocks(self, size: int) -> Blocks | None:
-        if not len(self.tensor) or len(self.tensor) % size:
-            return None
-        ids: list[int] = whole_blocks(self.tensor, size).tolist()
-        skip = next((at for at, block in enumerate(ids) if block != PADDING), len(ids))
-        return Blocks([0] * skip + ids[skip:], skip) if min(ids[skip:], default=0) >= 0 else None
+            return [(token, slot, 1) for token, slot in enumerate(slots) if slot >= 0]
+        every = cut or 1 << 63  # of which 0 alone is a multiple: -1, which is padding, is no neighbour of it
+        starts = [at for at, (a, b) in enumerate(pairwise(slots), 1) if b - a != 1 or b % every == 0]
+        edges = [0, *starts, len(slots)]
+        return [(at, slots[at], end - at) for at, end in pairwise(edges) if end > at and slots[at] >= 0]
 
 
 PADDING, BROKEN = -1, -2
@@ -155,8 +138,10 @@ def slots_of(mapping: torch.Tensor, start: int, end: int, skip: int = 0, offset:
     if skip > 0:
         found = found.clone()
         found[:skip] = -1
-    unknown = found.device.type != "cpu"
-    return Slots(found, skip > 0 or unknown or bool((found < 0).any()))
+    if found.device.type != "cpu":
+        return Slots(found, True)
+    slots = Slots(found, False)
+    return replace(slots, may_skip=True) if min(slots.values, default=0) < 0 else slots
 
 
 def cached_prefix(kwargs: Mapping[str, Any], start: int, end: int) -> int:

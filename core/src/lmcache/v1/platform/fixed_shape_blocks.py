@@ -190,9 +190,10 @@ def _on_device(
     block_size: int,
     way: int,
 ) -> None:
-    """Queued on the current stream: both sides are chosen by index."""
+    """Queued on the current stream: both sides are chosen by index. Each batch is a graph of its own."""
     import torch
 
+    mover.end_step()
     for first, count, size in batches(len(blocks), mover.sizes):
         taken = blocks[first : first + count]
         both = [padded([block.id for block in taken], size), padded([block.place for block in taken], size)]
@@ -203,6 +204,7 @@ def _on_device(
                 mine.index_copy_(0, places, plane.pages.index_select(0, ids))
             else:
                 plane.pages.index_copy_(0, ids, mine.index_select(0, places))
+        mover.end_step()
 
 
 def _object_blocks(chunk: torch.Tensor, plane: PagePlane, block_size: int) -> torch.Tensor:

@@ -72,7 +72,7 @@ class FixedShapeOps(DeviceOps):
         mover = self._mover()
         if mover is None or not transfer(mover, *given):
             torch_ops.multi_layer_block_kv_transfer(*given)
-        self._end_step()
+            self._end_step()  # the mover has ended its own
 
 
 def _ending_a_step(op: Callable[..., Any], by_slot: str = "") -> Callable[..., Any]:

@@ -15,14 +15,19 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lmcache.errors import ConfigError, bad_value
+from lmcache.logging import init_logger
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["DEFAULT_SIZES", "FixedShapeMover", "HostStage", "Plane", "batches", "indexable", "parse_sizes"]
 
+logger = init_logger(__name__)
+
 DEFAULT_SIZES = (8, 32, 128)
 STAGE_BYTES = 64 << 20
+_LOST: list[Any] = []
+"""Stages that a device which failed may still write to."""
 _MOST_SIZES, _MOST_DIGITS = 16, 5  # of blocks: a batch is a stage in host memory, and a list in Python
 
 
@@ -130,7 +135,7 @@ class FixedShapeMover:
     ) -> None:
         self._native = native
         self.sizes = tuple(sizes)
-        self._end_step, self._synchronize = end_step, synchronize
+        self.end_step, self._synchronize = end_step, synchronize
         self._stage_bytes = stage_bytes
         self._buffer: Any = None
         self._stage: Any = None
@@ -153,10 +158,24 @@ class FixedShapeMover:
         if not ids or not planes:
             return
         kept = range(len(ids)) if to_host else last_of_each(ids)
+        planes = sorted(planes, key=lambda plane: plane.form)  # the stage holds several that are alike
         with self._lock, torch.inference_mode():
-            self._end_step()  # what was queued before is a graph of its own, or ours would be compiled anew behind it
-            for form, alike in groupby(planes, key=lambda plane: plane.form):
-                self._move_alike(list(alike), form, ids, kept, to_host)
+            self.end_step()  # what was queued before is a graph of its own, or ours would be compiled anew behind it
+            try:
+                for form, alike in groupby(planes, key=lambda plane: plane.form):
+                    self._move_alike(list(alike), form, ids, kept, to_host)
+            except BaseException:
+                self._give_up(planes[0].pages.device)
+                raise
+
+    def _give_up(self, device: Any) -> None:
+        """What was queued of a failed move may still use the stage: wait for it, or never use that memory again."""
+        try:
+            self._synchronize(device)
+        except Exception as exc:
+            logger.warning("%s: a move failed, and so did the wait for its end: %s", device, exc)
+            _LOST.append(self._buffer)
+            self._buffer = self._stage = None
 
     def _move_alike(
         self,
@@ -193,7 +212,7 @@ class FixedShapeMover:
         # All of a kind together: what a device gathers into one graph is not cut by a copy in between.
         if to_host:
             chosen = [indexable(plane.pages).index_select(0, index) for plane in planes]
-            self._end_step()
+            self.end_step()
             for rows, part in zip(chosen, staged, strict=True):
                 part.copy_(rows, non_blocking=True)
             self._synchronize(index.device)
@@ -203,7 +222,7 @@ class FixedShapeMover:
             loaded = [part.to(index.device, non_blocking=True) for part in staged]
             for plane, rows in zip(planes, loaded, strict=True):
                 indexable(plane.pages).index_copy_(0, index, rows)
-            self._end_step()
+            self.end_step()
             self._synchronize(index.device)  # the stage is filled anew after this
 
     def _part(self, plane: Plane, start: int, size: int) -> torch.Tensor:
@@ -218,6 +237,8 @@ class FixedShapeMover:
 
         wanted = max(self._stage_bytes, smallest)
         if self._buffer is None or self._buffer.nbytes < wanted:
-            self._stage = None
+            self._buffer = self._stage = (
+                None  # first: if there is no memory for more, the next move begins anew
+            )
             self._buffer = self._native.HostBuffer(wanted)
             self._stage = torch.frombuffer(self._buffer, dtype=torch.uint8)

@@ -52,7 +52,7 @@ class Ping(Message, tag="ping"):
 class DeviceExport(msgspec.Struct, kw_only=True):
     """A worker's KV memory, for a server that moves it itself (lmcache-driven mode).
 
-    ``groups[g]`` are the wire descriptors of group ``g``'s layers, in layer order. Each is a tensor of bytes,
+    ``groups[g]`` are the wire descriptors of group ``g``'s page tensors, in layer order. Each is a tensor of bytes,
     ``[num_blocks, 1, page_bytes]``: what is in a page is the engine's own business.
     """
 
@@ -248,14 +248,16 @@ class Warm(Message, tag="warm"):
 
 
 class SetQuota(Message, tag="set_quota"):
-    """Limit the bytes in L1 that count against ``account``; None: no limit any more. Protocol 2."""
+    """Limit the bytes that count against ``account`` in L1, or in a tier of the server's own; None: no limit any
+    more. Protocol 2."""
 
     account: str
     limit_bytes: int | None
+    tier: str = "l1"
 
 
 class Quotas(Message, tag="quotas"):
-    """What each account uses of L1, and its limit. Protocol 2."""
+    """What each account uses, and its limits. Protocol 2."""
 
 
 Request: TypeAlias = (
@@ -396,16 +398,18 @@ class Listing(Message, tag="listing"):
 
 
 class Account(msgspec.Struct, kw_only=True):
-    """One account's use of L1. ``limit_bytes`` None: no limit."""
+    """One account's use of L1 or of a tier. ``limit_bytes`` None: no limit."""
 
     account: str
     used_bytes: int
     objects: int
     limit_bytes: int | None
+    tier: str = "l1"
 
 
 class Accounts(Message, tag="accounts"):
-    """Answer to Quotas: every account that uses L1 or has a limit."""
+    """Answer to Quotas: a row for every account that uses L1, or has a limit there; then likewise of every tier that
+    knows."""
 
     rows: list[Account]
 

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from lmcache.v1.keys import DIGEST_BYTES
+from lmcache.v1.keys import DIGEST_BYTES, Namespace
 from lmcache.v1.protocol.base import Message
 
 KEY_BYTES = 2 * DIGEST_BYTES
@@ -19,6 +19,8 @@ MAX_KEYS = 4096
 """Objects that one message may name."""
 MAX_WAIT = 60.0
 """Seconds that a reservation may wait for room."""
+MAX_LAYOUTS = 64
+"""That one reservation may tell of."""
 
 
 class PeerOpen(Message, tag="peer_open"):
@@ -33,6 +35,7 @@ class PushReserve(Message, tag="push_reserve"):
 
     If there is no room for all, the answer waits for it up to ``wait`` seconds; then it gives what there is.
     ``direct``: the client writes to the memory itself (NIXL), so that the server cannot stop it.
+    ``layouts``: of the objects, those that the session has not told of yet. For people; what must agree is in the keys.
     """
 
     session: str
@@ -42,6 +45,7 @@ class PushReserve(Message, tag="push_reserve"):
     account: str = ""
     wait: float = 0.0
     direct: bool = False
+    layouts: list[Namespace] = []
 
 
 class PushWrite(Message, tag="push_write"):

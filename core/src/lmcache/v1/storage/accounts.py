@@ -1,4 +1,4 @@
-"""L1's books: whose memory is whose, what quotas there are, and what happened so far."""
+"""Books: whose bytes are whose in L1 or in a tier, what quotas there are; and what happened in L1 so far."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class L1Counters:
 
 
 class AccountUsage(NamedTuple):
-    """``used_bytes`` is memory taken, reservations included; ``quota_bytes`` is None where there is no limit."""
+    """``used_bytes`` is what is taken, reservations included; ``quota_bytes`` is None where there is no limit."""
 
     used_bytes: int
     objects: int
@@ -37,21 +37,27 @@ class _Account:
 
 
 class Accounts:
-    """Figures of every account that has something, and the quotas, also of those that have nothing."""
+    """Figures of every account that has something, and the quotas, also of those that have nothing.
 
-    def __init__(self) -> None:
+    Changed under a lock of its owner's; it may be read without.
+
+    Args:
+        quotas: limits that hold already. They are kept there, so that other books may go by the same.
+    """
+
+    def __init__(self, quotas: dict[str, int] | None = None) -> None:
         self._have: dict[str, _Account] = {}
-        self._quotas: dict[str, int] = {}
+        self._quotas = {} if quotas is None else quotas
 
     def take(self, account: str, nbytes: int) -> None:
-        """Memory is reserved."""
+        """Room is reserved."""
         self._have.setdefault(account, _Account()).used += nbytes
 
     def give(self, account: str, nbytes: int) -> None:
-        """Memory is free again."""
+        """Room is free again."""
         have = self._have[account]
         have.used -= nbytes
-        if not have.used:
+        if not have.used and not have.objects:  # a file system may put a small file where it takes nothing
             del self._have[account]
 
     def published(self, account: str) -> None:
@@ -78,6 +84,10 @@ class Accounts:
     def quota(self, account: str) -> int | None:
         """The limit in bytes, if there is one."""
         return self._quotas.get(account) if self._quotas else None
+
+    def over(self) -> list[str]:
+        """Accounts that have more than their limit."""
+        return [name for name, quota in list(self._quotas.items()) if self.used(name) > quota]
 
     def used(self, account: str) -> int:
         """Bytes taken."""

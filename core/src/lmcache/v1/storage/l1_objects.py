@@ -199,9 +199,9 @@ class L1Objects:
     def _allocate(self, size: int, account: str = "") -> int | None:
         need = self._allocator.rounded(size)
         capacity = self._allocator.capacity
-        if not self._fits_quota(need, account):
+        if need > capacity or not self._fits_quota(need, account):
             return None
-        if self._watermark is None or need > capacity:
+        if self._watermark is None:
             return self._allocator.allocate(size)
         if self._allocator.used + need > self._watermark * capacity:
             self._evict_until_used(capacity * (self._watermark - self._evict_ratio) - need)
@@ -226,21 +226,21 @@ class L1Objects:
             return False
         # As for the whole: free some more at once, because the way to the account's own may be long.
         freed, target = 0, self._accounts.used(account) + need - quota * (1 - self._evict_ratio)
-        victims: dict[bytes, Entry] = {}
-        left = self._accounts.objects(account)
+        victims: list[Entry] = []
+        seen: set[bytes] = set()  # what is to go first is named twice
         for key in self._victims():
-            if freed >= target or not left:
+            if freed >= target or len(seen) == self._accounts.objects(account):
                 break
             entry = self._index.get(key)
-            if entry is None or entry.account != account or key in victims:
+            if entry is None or entry.account != account or key in seen:
                 continue
-            left -= 1
+            seen.add(key)
             if not entry.pins and not entry.held:
-                victims[key] = entry
+                victims.append(entry)
                 freed += self._allocator.rounded(entry.size)
         if self._accounts.used(account) - freed + need > quota:
             return False
-        for entry in victims.values():
+        for entry in victims:
             self._evict(entry)
         return True
 

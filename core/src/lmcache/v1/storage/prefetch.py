@@ -159,6 +159,10 @@ class Loader:
             self._dead(load)
         self._tell_soon()
 
+    def keys_of(self, account: str) -> set[bytes]:
+        """What is being loaded for an account."""
+        return {key for key, load in self._loads.items() if load.account == account}
+
     @property
     def active(self) -> int:
         """Prefetches under way."""

@@ -17,6 +17,7 @@ import msgspec
 
 from lmcache.errors import ConfigError, StartupError
 from lmcache.v1.keys import Namespace
+from lmcache.v1.storage.accounts import AccountUsage
 from lmcache.v1.storage.eviction import EvictionPolicy
 from lmcache.v1.storage.l1 import L1Cache
 from lmcache.v1.storage.l2.adapter import AdapterError, Call, StorageAdapter
@@ -33,6 +34,7 @@ __all__ = ["Prefetch", "TierOptions", "TieredStore"]
 
 L1_NAME = "l1"
 """How ``clear`` and ``delete`` call L1."""
+_CLEAR_BATCH = 64
 
 
 class TierOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -209,17 +211,43 @@ class TieredStore:
         """
         l1, below = self._chosen(tiers)
         if account is not None:
+            if below:
+                self._loader.forget(self._loader.keys_of(account))
+            self._writes.forget(self._writes.keys_of(account, below), below)
+            # What is published from now on is not meant.
+            theirs = {tier: tier.index.of_account(account) for tier in below if tier.index is not None}
             counts = {L1_NAME: self.l1.clear(force, account)} if l1 else {}
-            return self._below(below, counts, lambda tier, call: _clear_account(tier, account, call))
+            return self._below(
+                below, counts, lambda tier, call: _clear_account(tier, theirs.get(tier), account, call)
+            )
         if below:
             self._loader.forget(None)
         self._writes.forget(None, below)
         counts = {L1_NAME: self.l1.clear(force)} if l1 else {}
         return self._below(below, counts, lambda tier, call: tier.clear(call))
 
+    def set_quota(self, account: str, nbytes: int | None, tier: str = L1_NAME) -> None:
+        """Limit what an account may take in L1 or in a tier of our own; None: no limit.
+
+        Raises:
+            KeyError: for an unknown tier. ValueError: for one where accounts cannot be limited.
+        """
+        if tier == L1_NAME:
+            self.l1.set_quota(account, nbytes)
+        else:
+            self._named(tier).set_quota(account, nbytes)
+
+    def accounts(self) -> list[tuple[str, str, AccountUsage]]:
+        """Tier, account and what it has there, of L1 first, then of every tier that knows."""
+        rows = [(L1_NAME, name, has) for name, has in self.l1.usage_by_account().items()]
+        return rows + [
+            (tier.name, name, has) for tier in self._tiers for name, has in tier.accounts().items()
+        ]
+
     def status(self) -> list[dict[str, Any]]:
         """Every tier: ``name``, ``type``, ``where``, ``shared``, ``sync``, ``state``, ``objects``, ``used_bytes``,
-        ``capacity_bytes`` (-1: not known), ``queued_objects``, ``queued_bytes``, and running totals."""
+        ``capacity_bytes`` (-1: not known), ``accounts`` (None: not known), ``queued_objects``,
+        ``queued_bytes``, and running totals."""
         return [{**tier.status(), **self._writes.waiting(tier)} for tier in self._tiers]
 
     def known(self, tier: str, key: bytes) -> bool | None:
@@ -281,7 +309,7 @@ class TieredStore:
         for tier in self._tiers:
             if tier.name == name:
                 return tier
-        raise KeyError(f"tier {name!r}: expected one of {', '.join(self.names)}")
+        raise KeyError(f"tier {name!r}: expected one of {', '.join([L1_NAME, *self.names])}")
 
     def _chosen(self, names: Sequence[str] | None) -> tuple[bool, list[Tier]]:
         if names is None:
@@ -317,18 +345,25 @@ class TieredStore:
         return future
 
 
-def _clear_account(tier: Tier, account: str, call: Call) -> int:
-    """Delete what counts against ``account``, by the headers; -1 where the engine alone knows what it holds."""
-    if tier.index is None:
+def _clear_account(
+    tier: Tier, theirs: tuple[list[bytes], list[bytes]] | None, account: str, call: Call
+) -> int:
+    """Delete of ``theirs`` what counts against ``account``, and what does by its header; -1 where the engine alone
+    knows what it holds."""
+    if theirs is None:
         return -1
-    keys, count = tier.index.keys(), 0
-    for at in range(0, len(keys), 64):
+    mine, unknown = theirs
+    count = 0
+    for at in range(0, len(mine) + len(unknown), _CLEAR_BATCH):
         if call.over:
-            raise AdapterError(f"tier {tier.name}: no time left after {at} of {len(keys)} objects")
-        part = keys[at : at + 64]
-        infos = tier.headers(part, call)
-        mine = [
-            k for k, info in zip(part, infos, strict=True) if info is not None and info.account == account
+            raise AdapterError(
+                f"tier {tier.name}: no time left after {at} of {len(mine) + len(unknown)} objects"
+            )
+        part = mine[at : at + _CLEAR_BATCH]
+        rest = unknown[max(0, at - len(mine)) : max(0, at + _CLEAR_BATCH - len(mine))]
+        infos = tier.headers(rest, call) if rest else []
+        part += [
+            k for k, info in zip(rest, infos, strict=True) if info is not None and info.account == account
         ]
-        count += tier.delete(mine, call) if mine else 0
+        count += tier.delete(part, call) if part else 0
     return count

@@ -167,6 +167,11 @@ class WriteBehind:
             lane.deletions += 1
         self._tell_soon(ended)
 
+    def keys_of(self, account: str, tiers: Iterable[Tier]) -> set[bytes]:
+        """What of an account waits or is under way."""
+        lanes = (self._lanes[tier.name] for tier in tiers)
+        return {key for lane in lanes for key, item in lane.pending.items() if item.entry.account == account}
+
     def waiting(self, tier: Tier) -> dict[str, int]:
         """For status."""
         lane = self._lanes[tier.name]

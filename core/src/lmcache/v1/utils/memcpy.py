@@ -6,7 +6,7 @@ import ctypes
 from collections import deque
 from collections.abc import Sequence
 
-__all__ = ["copy_each"]
+__all__ = ["bytes_at", "copy_each", "copy_slices"]
 
 _ARGUMENTS = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _BRIEF = 1 << 20
@@ -27,3 +27,21 @@ def copy_each(dst: Sequence[int], src: Sequence[int], sizes: Sequence[int]) -> N
     """
     keep = len(sizes) > 1 and sum(sizes) < _BRIEF
     deque(map(_brief_memcpy if keep else _memcpy, dst, src, sizes), 0)  # the loop runs in C
+
+
+def bytes_at(address: int, nbytes: int) -> memoryview:
+    """Host memory as bytes. It must stay as long as the view."""
+    return memoryview((ctypes.c_uint8 * nbytes).from_address(address)).cast("B")
+
+
+def copy_slices(
+    into: memoryview, targets: Sequence[slice], out_of: memoryview, sources: Sequence[slice]
+) -> None:
+    """Assign slices of bytes, one after the other, in this thread; they must not overlap.
+
+    The cheapest way to copy pieces from Python: half the price of a call of memcpy, and a piece that is not within both
+    views is a ValueError. The interpreter's lock is kept for each piece, so long ones are better left to
+    :func:`copy_each`.
+    """
+    for target, source in zip(targets, sources, strict=True):
+        into[target] = out_of[source]

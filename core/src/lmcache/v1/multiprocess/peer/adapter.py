@@ -14,6 +14,7 @@ import msgspec
 
 from lmcache.errors import ConfigError
 from lmcache.logging import info_once, init_logger, warn_once
+from lmcache.v1.keys import DIGEST_BYTES, Namespace
 from lmcache.v1.multiprocess.peer import frames
 from lmcache.v1.multiprocess.peer.direct import Writer
 from lmcache.v1.multiprocess.peer.link import Line, PeerLink, SessionLost
@@ -101,6 +102,8 @@ class PeerAdapter(StorageAdapter):
         self._link = PeerLink(address, options.timeout_seconds, writer is not None, self._tend)
         self._distrusted = ""
         """Session in which NIXL failed; then it goes on in frames."""
+        self._told: tuple[str, frozenset[bytes]] = ("", frozenset())
+        """Layouts that the peer was told of in a session."""
         self.sync = options.sync
 
     # ---- push
@@ -117,20 +120,24 @@ class PeerAdapter(StorageAdapter):
             if info.size:  # L1 has no room for nothing
                 groups.setdefault(info.account, []).append(index)
         for account, group in groups.items():
-            mine, sums = [objects[i] for i in group], [infos[i].checksum for i in group]
-            stored = _again(partial(self._push, account, mine, sums, call))
+            mine, told = [objects[i] for i in group], [infos[i] for i in group]
+            stored = _again(partial(self._push, account, mine, told, call))
             for index, ok in zip(group, stored, strict=True):
                 done[index] = ok
         return done
 
-    def _push(self, account: str, objects: Sequence[Put], sums: Sequence[int], call: Call) -> list[bool]:
+    def _push(
+        self, account: str, objects: Sequence[Put], infos: Sequence[ObjectInfo], call: Call
+    ) -> list[bool]:
         with self._link.line(call.remaining) as line:
             lease = self._link.new_lease()
             direct = self._may_write(line)
             wait = min(self._options.wait_seconds, call.remaining * _MARGIN)
             owed = partial(self._give_back, line.session, lease)
             try:
-                offsets = self._reserve(line, lease, account, objects, wait, direct)
+                offsets = self._reserve(
+                    line, lease, account, objects, self._new_layouts(line, infos), wait, direct
+                )
             except AdapterError:
                 owed(True)  # nothing was written, but it may have been granted
                 raise
@@ -152,7 +159,7 @@ class PeerAdapter(StorageAdapter):
             whole = given[:written]
             commit = p.PushCommit(
                 session=line.session, lease=lease, indexes=list(range(written)),
-                checksums=[sums[i] for i in whole],
+                checksums=[infos[i].checksum for i in whole],
             )  # fmt: skip
             try:
                 results = line.ask(p.Pushed, commit, max(_COMMIT_SECONDS, call.remaining)).results
@@ -166,16 +173,33 @@ class PeerAdapter(StorageAdapter):
             return done
 
     def _reserve(
-        self, line: Line, lease: int, account: str, objects: Sequence[Put], wait: float, direct: bool
+        self,
+        line: Line,
+        lease: int,
+        account: str,
+        objects: Sequence[Put],
+        layouts: Mapping[bytes, Namespace],
+        wait: float,
+        direct: bool,
     ) -> list[int]:
         message = p.PushReserve(
             session=line.session, lease=lease, keys=b"".join(item.key for item in objects),
             sizes=[len(item.payload) for item in objects], account=account, wait=wait, direct=direct,
+            layouts=list(layouts.values()),
         )  # fmt: skip
         slots = line.ask(m.Reserved, message, self._options.timeout_seconds + wait).slots
         if len(slots) != 1 or len(slots[0]) != 2 * len(objects):
             raise AdapterError(f"peer {line.where}: its answer names other objects than were asked for")
+        session, known = self._told
+        self._told = (line.session, frozenset(layouts) | (known if session == line.session else frozenset()))
         return slots[0][::2]
+
+    def _new_layouts(self, line: Line, infos: Sequence[ObjectInfo]) -> dict[bytes, Namespace]:
+        """Those of the objects that the peer has not heard of in this session, as many as it will hear of at once."""
+        session, known = self._told
+        found = {info.key[:DIGEST_BYTES]: info.namespace for info in infos if info.namespace is not None}
+        new = [item for item in found.items() if session != line.session or item[0] not in known]
+        return dict(new[: p.MAX_LAYOUTS])
 
     def _write(
         self, line: Line, offsets: Sequence[int], payloads: Sequence[memoryview], call: Call, owed: Any

@@ -22,6 +22,7 @@ from lmcache.v1.multiprocess.server.metrics import Metrics
 from lmcache.v1.multiprocess.server.plugins import ServerPlugins, refused_policies
 from lmcache.v1.multiprocess.server.service import Service
 from lmcache.v1.plugins import ServerHandle
+from lmcache.v1.storage.accounts import AccountUsage
 from lmcache.v1.storage.shm_pool import sweep_stale_segments
 
 logger = init_logger(__name__)
@@ -94,12 +95,18 @@ def _gauges(metrics: Metrics, service: Service, lock: threading.Lock) -> None:
         lambda: float(service.l1.counters.dropped_full),
     )
     metrics.watch_tiers(lambda: _tiers(service, lock))
+    metrics.watch_accounts(lambda: _accounts(service, lock))
     metrics.watch("sessions", "open sessions", lambda: float(len(service.sessions.by_id)))
 
 
 def _tiers(service: Service, lock: threading.Lock) -> list[dict[str, Any]]:
     with lock:
         return service.store.status()
+
+
+def _accounts(service: Service, lock: threading.Lock) -> list[tuple[str, str, AccountUsage]]:
+    with lock:
+        return service.store.accounts()
 
 
 def _check_open_files() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lmcache.logging import init_logger, warn_once
 from lmcache.v1.keys import Namespace
 from lmcache.v1.multiprocess.server.attach import stranger
 from lmcache.v1.multiprocess.server.refused import Refused
@@ -11,6 +12,8 @@ from lmcache.v1.multiprocess.server.sessions import Session
 from lmcache.v1.protocol import messages as m
 from lmcache.v1.protocol import peer as p
 from lmcache.v1.storage.leases import Entry
+
+logger = init_logger(__name__)
 
 _MAX_OBJECT_BYTES = 1 << 34
 _MAX_ACCOUNT = 64
@@ -30,6 +33,21 @@ def check_layouts(namespaces: Sequence[Namespace], chunk_size: int) -> None:
                 "bad_request",
                 f"pages of {ns.page_bytes} bytes: expected positive sizes below {_MAX_OBJECT_BYTES}",
             )
+
+
+def warn_of_room(engine: str, ranks: int, namespaces: Sequence[Namespace], capacity: int) -> None:
+    """Say, once per engine, that L1 is smaller than one of its chunks: it would run uncached in silence."""
+    size = ranks * sum(ns.object_bytes for ns in namespaces)
+    if size > capacity:
+        warn_once(
+            logger,
+            f"room:{engine}",
+            "engine %s: a chunk takes %.1f MiB over all ranks, L1 has %.1f: not one fits, so nothing is cached;"
+            " expected an L1 of many chunks",
+            engine,
+            size / (1 << 20),
+            capacity / (1 << 20),
+        )
 
 
 def check_mode(msg: m.Register, modes: Sequence[str]) -> None:
@@ -119,6 +137,8 @@ def check_push(msg: p.PushReserve) -> None:
             "bad_request",
             f"objects of {min(msg.sizes)} to {max(msg.sizes)} bytes: expected 1 to {_MAX_OBJECT_BYTES}",
         )
+    if len(msg.layouts) > p.MAX_LAYOUTS:
+        raise Refused("bad_request", f"{len(msg.layouts)} layouts: expected up to {p.MAX_LAYOUTS}")
     if not 0 <= msg.wait <= p.MAX_WAIT:
         raise Refused("bad_request", f"wait of {msg.wait} s: expected 0 to {p.MAX_WAIT:g}")
     if len(msg.account) > _MAX_ACCOUNT or not msg.account.isprintable():

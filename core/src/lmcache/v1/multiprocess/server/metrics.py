@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+from lmcache.v1.storage.accounts import AccountUsage
 
 ERROR_CODES = (
     "bad_request", "chunk_size", "device", "internal", "lease_gone", "malformed", "mode", "not_attached",
@@ -32,6 +34,7 @@ TIER_COUNTERS = {
     "stored_bytes": "their bytes",
     "dropped": "objects not written: too many waited, or the tier was down",
     "failed": "objects that the tier failed to write",
+    "over_quota": "objects not written: their account has no more room there",
     "loaded": "objects read and found to be what was stored",
     "loaded_bytes": "their bytes",
     "missed": "objects asked for that were not there, or not right",
@@ -78,9 +81,35 @@ class Metrics:
         """Series of each tier below L1, from their status, which is read when somebody scrapes."""
         self.registry.register(_TierCollector(read))
 
+    def watch_accounts(self, read: Callable[[], Iterable[tuple[str, str, AccountUsage]]]) -> None:
+        """Series of each account that has a limit, by tier, ``l1`` included. Of others there may be thousands."""
+        self.registry.register(_AccountCollector(read))
+
     def watch(self, name: str, text: str, read: Callable[[], float]) -> None:
         """A gauge ``lmcache_mp_<name>`` whose value is read when somebody scrapes."""
         Gauge(f"lmcache_mp_{name}", text, registry=self.registry).set_function(read)
+
+
+class _AccountCollector(Collector):
+    """Turns accounts with a limit into series."""
+
+    def __init__(self, read: Callable[[], Iterable[tuple[str, str, AccountUsage]]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterator[Metric]:
+        labels = ("tier", "account")
+        used = GaugeMetricFamily(
+            "lmcache_mp_account_used_bytes", "bytes that an account with a limit has there", labels=labels
+        )
+        limit = GaugeMetricFamily(
+            "lmcache_mp_account_limit_bytes", "bytes that it may have there", labels=labels
+        )
+        for tier, account, has in self._read():
+            if has.quota_bytes is not None:
+                used.add_metric((tier, account), float(has.used_bytes))
+                limit.add_metric((tier, account), float(has.quota_bytes))
+        yield used
+        yield limit
 
 
 class _TierCollector(Collector):

@@ -20,6 +20,7 @@ from lmcache.v1.multiprocess.server.pull import Pulls
 from lmcache.v1.multiprocess.server.push import Pushes
 from lmcache.v1.multiprocess.server.refused import Refused
 from lmcache.v1.multiprocess.server.sessions import Sessions
+from lmcache.v1.multiprocess.server.unmatched import Unmatched
 from lmcache.v1.protocol import messages as m
 from lmcache.v1.protocol import peer as p
 from lmcache.v1.storage.l1 import L1Cache
@@ -63,6 +64,7 @@ class Peers:
         self._connections: dict[str, bytes] = {}
         """Of each peer's session: the one that its last message came by."""
         self._stopping = stopping
+        self.unmatched = Unmatched(sessions)
         self._target: Target | None = None
         self._why = "" if direct else "the peer takes payload in frames only (--peer-transport frames)"
         self._opening = threading.Lock()
@@ -126,7 +128,9 @@ class Peers:
                     "bad_request", "push by NIXL: the session was given no region; open it with nixl"
                 )
             self._target.wake()
-        return self.pushes.reserve(msg, later)
+        reply = self.pushes.reserve(msg, later)
+        self.unmatched.pushed(msg)
+        return reply
 
     # ---- lives
 
@@ -168,5 +172,6 @@ class Peers:
             "sessions": len(self._connections),
             "transport": "nixl" if self._target is not None else "frames",
             "pulls": self.pulls.count,
+            "unmatched_layouts": self.unmatched.count,
             **self.pushes.state(),
         }

@@ -250,6 +250,8 @@ class Service:
         engine.namespaces[session.rank] = namespaces
         session.registered = True
         self._remember(namespaces)
+        if engine.complete:
+            self.peers.unmatched.engine_registered()
         fields = {"ranks": engine.ranks, "model": msg.namespaces[0].model, "groups": len(msg.namespaces)}
         self._emit(
             "engine_registered",
@@ -260,6 +262,7 @@ class Service:
             session.engine, session.rank, engine.ranks, msg.namespaces[0].model,
             len(msg.namespaces), self._path(session) if msg.device is None else "device",
         )  # fmt: skip
+        checks.warn_of_room(session.engine, engine.ranks, msg.namespaces, self.l1.usage()["capacity_bytes"])
         if msg.device is None:
             self.devices.drop(session.id)
             return m.Ok()

@@ -134,16 +134,23 @@ class Tools:
             raise Refused(
                 "bad_request", f"limit of {msg.limit_bytes} bytes: expected 0 to {_MAX_QUOTA}, or none"
             )
-        self._store.l1.set_quota(msg.account, msg.limit_bytes)
+        try:
+            self._store.set_quota(msg.account, msg.limit_bytes, msg.tier)
+        except (KeyError, ValueError) as exc:
+            raise Refused("bad_request", exc.args[0]) from None
         return m.Ok()
 
     def _quotas(self, msg: m.Quotas, _: object) -> m.Reply:
         return m.Accounts(
             rows=[
                 m.Account(
-                    account=name, used_bytes=use.used_bytes, objects=use.objects, limit_bytes=use.quota_bytes
+                    account=name,
+                    used_bytes=use.used_bytes,
+                    objects=use.objects,
+                    limit_bytes=use.quota_bytes,
+                    tier=tier,
                 )
-                for name, use in self._store.l1.usage_by_account().items()
+                for tier, name, use in self._store.accounts()
             ]
         )
 

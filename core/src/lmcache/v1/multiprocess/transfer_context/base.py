@@ -142,7 +142,8 @@ class TransferContext(ABC):
         """Store chunks; those that the server holds already, or has no room for, are passed over.
 
         Returns:
-            Number of objects (chunk x group) published. Never raises for what the server or the network does.
+            Number of objects (chunk x group) published. Never raises for what the server or the network does, but
+            for what the device does.
         """
         if not self._stores:
             return 0
@@ -166,6 +167,10 @@ class TransferContext(ABC):
             warn_once(logger, f"store:{type(exc).__name__}", "store dropped: %s", exc)
             self.client.post(m.Abort(session=bound.session, leases=[lease]))
             return 0
+        except Exception:  # of the device's: whoever drives it is told, and the server keeps no memory for it
+            self.counters.dropped_stores += sum(len(w) for w in wanted)
+            self.client.post(m.Abort(session=bound.session, leases=[lease]))
+            raise
 
     def load(self, items: Sequence[LoadItem], pages: Sequence[KVGroupPages] | None = None) -> list[LoadItem]:
         """Fill the engine's pages from the cache and release the leases.

@@ -9,17 +9,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from typing import Any
 
 from lmcache.errors import LMCacheError
 from lmcache.logging import init_logger, warn_once
 from lmcache.v1.multiprocess.transfer_context.base import Binding, LoadItem, StoreItem, wanted_chunks
+from lmcache.v1.multiprocess.transfer_context.beside import Beside
 from lmcache.v1.multiprocess.transfer_context.engine_driven import (
     EngineDrivenTransferContext,
     check_generations,
     pool_copies,
     wanted_spans,
 )
-from lmcache.v1.multiprocess.transfer_context.pages import ChunkCopy, Span, copy_pages
+from lmcache.v1.multiprocess.transfer_context.pages import (
+    ChunkCopy,
+    Direction,
+    KVGroupPages,
+    Span,
+    copy_pages,
+)
 from lmcache.v1.protocol import messages as m
 from lmcache.v1.storage.shm_pool import PoolView
 
@@ -35,8 +43,8 @@ class _Loads:
     bound: Binding
     marks: list[tuple[LoadItem, list[tuple[int, int]]]] = field(default_factory=list)
     failed: list[LoadItem] = field(default_factory=list)
-    layers: list[Future[None]] = field(default_factory=list)
-    unseen: set[int] = field(default_factory=set)
+    layers: dict[str, Future[None]] = field(default_factory=dict)
+    unseen: set[str] = field(default_factory=set)
     """Layers that the engine has not waited for yet."""
 
 
@@ -47,7 +55,7 @@ class _Stores:
     bound: Binding
     leases: dict[int, list[list[tuple[int, list[Span]]]]] = field(default_factory=dict)
     copies: list[ChunkCopy] = field(default_factory=list)
-    layers: dict[int, Future[None]] = field(default_factory=dict)
+    layers: dict[str, Future[None]] = field(default_factory=dict)
     whole: list[StoreItem] = field(default_factory=list)
     """Stored at the end, where there is no pool to copy to."""
 
@@ -61,7 +69,8 @@ class LayeredTransfers:
 
     def __init__(self, context: EngineDrivenTransferContext) -> None:
         self._context = context
-        self._names = {name: i for i, name in enumerate(context.groups[0].namespace.layers)}
+        self._parts = _parts(context.groups[0].namespace.layers)
+        self._beside = Beside(context.groups[0])
         self._thread = ThreadPoolExecutor(1, "lmcache-layers")
         self._loads: _Loads | None = None
         self._stores: _Stores | None = None
@@ -69,6 +78,12 @@ class LayeredTransfers:
     def close(self) -> None:
         """End the thread, once it has done what was asked."""
         self._thread.shutdown()
+
+    def _move(
+        self, mark: Any, group: KVGroupPages, direction: Direction, copies: list[ChunkCopy], part: slice
+    ) -> None:
+        with self._beside.after(mark):
+            copy_pages(group, direction, copies, part)
 
     # ---- loads
 
@@ -93,26 +108,27 @@ class LayeredTransfers:
             except (LMCacheError, ValueError, IndexError) as exc:
                 self._fail(loads, item, exc)
         if copies:
-            loads.unseen = set(self._names.values())
-            loads.layers = [
-                self._thread.submit(copy_pages, group, "load", copies, slice(i, i + 1))
-                for i in self._names.values()
-            ]
+            loads.unseen = set(self._parts)
+            mark = self._beside.mark()  # the step before may still read these pages
+            loads.layers = {
+                name: self._thread.submit(self._move, mark, group, "load", copies, part)
+                for name, part in self._parts.items()
+            }
 
     def wait(self, name: str) -> None:
         """Until the layer of this name is there. What went wrong with it shows at the end."""
-        loads, layer = self._loads, self._names.get(name)
-        if loads is not None and loads.layers and layer is not None:
-            wait([loads.layers[layer]])
-            loads.unseen.discard(layer)
+        loads = self._loads
+        if loads is not None and name in loads.layers:
+            wait([loads.layers[name]])
+            loads.unseen.discard(name)
 
     def end_loads(self) -> list[LoadItem]:
         """The items that failed, of which no page may be trusted; their leases, like all, are released."""
         loads, self._loads = self._loads, None
         if loads is None:
             return []
-        wait(loads.layers)
-        faults = [fault for layer in loads.layers if (fault := layer.exception()) is not None]
+        wait(loads.layers.values())
+        faults = [fault for layer in loads.layers.values() if (fault := layer.exception()) is not None]
         if loads.unseen:
             faults.append(LMCacheError(f"the engine did not wait for {len(loads.unseen)} layers of it"))
         counters, pool = self._context.counters, loads.bound.pool
@@ -143,19 +159,19 @@ class LayeredTransfers:
     def save(self, name: str, items: Sequence[StoreItem]) -> None:
         """The layer of this name holds all that the step computes of it: begin to store it of ``items``, which are the
         same throughout the step."""
-        layer = self._names.get(name)
-        if layer is None or not items:
+        if name not in self._parts or not items:
             return
         stores = self._stores
         if stores is None:
             stores = self._stores = _Stores(self._context.bound)
             self._begin_stores(stores, items)
-        self._copy(stores, layer)
+        self._copy(stores, name)
 
-    def _copy(self, stores: _Stores, layer: int) -> None:
-        if stores.copies and layer not in stores.layers:
-            group, part = stores.bound.groups[0], slice(layer, layer + 1)
-            stores.layers[layer] = self._thread.submit(copy_pages, group, "store", stores.copies, part)
+    def _copy(self, stores: _Stores, name: str) -> None:
+        if stores.copies and name not in stores.layers:
+            group, part = stores.bound.groups[0], self._parts[name]
+            mark = self._beside.mark()  # the layer is queued, and perhaps no more than that
+            stores.layers[name] = self._thread.submit(self._move, mark, group, "store", stores.copies, part)
 
     def _begin_stores(self, stores: _Stores, items: Sequence[StoreItem]) -> None:
         if not self._context.stores or not self._context.client.up:
@@ -185,8 +201,8 @@ class LayeredTransfers:
         stores, self._stores = self._stores, None
         if stores is None:
             return self._context.store(items) if keep else 0  # the engine has shown no layer
-        for layer in self._names.values():
-            self._copy(stores, layer)
+        for name in self._parts:
+            self._copy(stores, name)
         wait(stores.layers.values())
         fault = next((f for layer in stores.layers.values() if (f := layer.exception()) is not None), None)
         published = 0
@@ -205,3 +221,12 @@ class LayeredTransfers:
         self._context.counters.dropped_stores += 1
         warn_once(logger, f"store:{type(exc).__name__}", "store dropped: %s", exc)
         self._context.client.post(m.Abort(session=stores.bound.session, leases=[lease]))
+
+
+def _parts(names: Sequence[str]) -> dict[str, slice]:
+    """Where the tensors of each layer are in a group; a layer of several has its name as often in a row."""
+    parts: dict[str, slice] = {}
+    for at, name in enumerate(names):
+        start = parts[name].start if name in parts else at
+        parts[name] = slice(start, at + 1)
+    return parts

@@ -1,8 +1,8 @@
 """An engine's paged KV as opaque pages, and the copies between pages and stored chunks.
 
-A page is one layer of one block. A stored chunk is its pages in layer-major order: for each layer, the
-chunk's blocks in sequence. Consecutive blocks of a layer are therefore one run on both sides if the engine's
-pages touch.
+A page is one layer of one block, or K or V of it where these are tensors of their own: what is said of layers here
+is then said of each of them. A stored chunk is its pages in layer-major order: for each layer, the chunk's blocks in
+sequence. Consecutive blocks of a layer are therefore one run on both sides if the engine's pages touch.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class ChunkCopy(NamedTuple):
 class KVGroupPages:
     """One KV cache group of one worker.
 
-    ``tensors[i]`` is layer ``i``'s cache with blocks along dimension 0; ``addresses`` and ``strides`` (bytes
-    from a block to the next) describe the same memory. ``null_block`` is an id whose page holds nothing
-    (vLLM: 0).
+    ``tensors[i]`` is layer ``i``'s cache with blocks along dimension 0; ``addresses`` (of host memory only: no device
+    need tell its own) and ``strides`` (bytes from a block to the next) describe the same memory. ``null_block`` is an
+    id whose page holds nothing (vLLM: 0).
     """
 
     namespace: Namespace

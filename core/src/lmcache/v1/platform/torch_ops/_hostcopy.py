@@ -10,9 +10,9 @@ every copy, and with another process on the machine that fell to 0.05.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from lmcache.v1.platform.torch_ops._host_jobs import Job, jobs_of
@@ -22,7 +22,7 @@ from lmcache.v1.platform.torch_ops._spans import Span
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["copy_blocks"]
+__all__ = ["copy_blocks", "share"]
 
 _UNIT = 4 << 20
 """Bytes that a thread takes at once."""
@@ -57,8 +57,12 @@ def copy_blocks(
                 for at in range(len(group.addresses)):
                     layers.setdefault(group.layer + at, []).extend((job, at) for job in jobs)
     total = sum(job.nbytes for layer in layers.values() for job, _ in layer)
-    units = [unit for layer in layers.values() for unit in _units(layer)]
-    _share(units, _threads() if total >= _THREADED else 1)
+    share([partial(_copy, unit) for layer in layers.values() for unit in _units(layer)], total)
+
+
+def _copy(unit: _Unit) -> None:
+    for job, at in unit:
+        job.copy(at)
 
 
 def _units(layer: _Unit) -> Iterator[_Unit]:
@@ -90,10 +94,16 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(_MAX_THREADS - 1, thread_name_prefix="lmcache-blocks")
 
 
-def _share(units: Sequence[_Unit], threads: int) -> None:
-    """Run all units, each by the thread that comes first."""
-    queue = iter(units)
-    helpers: list[Future[None]] = [_pool().submit(_run, queue) for _ in range(min(threads, len(units)) - 1)]
+def share(tasks: Sequence[Callable[[], None]], nbytes: int) -> None:
+    """Run all tasks, each by the thread that comes first, in torch's inference mode.
+
+    Args:
+        tasks: On the host, independent of each other.
+        nbytes: What they move in all.
+    """
+    threads = min(_threads(), len(tasks)) if nbytes >= _THREADED else 1
+    queue = iter(tasks)
+    helpers: list[Future[None]] = [_pool().submit(_run, queue) for _ in range(threads - 1)]
     try:
         _run(queue)
     finally:
@@ -103,10 +113,9 @@ def _share(units: Sequence[_Unit], threads: int) -> None:
                 helper.result()
 
 
-def _run(queue: Iterator[_Unit]) -> None:
+def _run(queue: Iterator[Callable[[], None]]) -> None:
     import torch
 
     with torch.inference_mode():  # per thread; tensors made in it can only be written in it
-        for unit in queue:
-            for job, at in unit:
-                job.copy(at)
+        for task in queue:
+            task()

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from lmcache.errors import LMCacheError
+from lmcache.v1.storage.accounts import Accounts
 
 __all__ = ["AdapterError", "AdapterFull", "Call", "Held", "Put", "StorageAdapter", "Usage", "Want"]
 
@@ -70,11 +71,17 @@ class Want(NamedTuple):
 
 
 class Held(NamedTuple):
-    """An object that the engine holds. ``size`` is that of header and payload; ``used`` is a Unix time."""
+    """An object that the engine holds. ``size`` is that of header and payload; ``used`` is a Unix time.
+
+    ``account`` is whose quota it counts against, None where the engine does not know; ``taken`` is what it takes of
+    the capacity, 0: as much as its size.
+    """
 
     key: bytes
     size: int
     used: float
+    account: str | None = None
+    taken: int = 0
 
 
 class Usage(NamedTuple):
@@ -151,6 +158,15 @@ class StorageAdapter(ABC):
     @abstractmethod
     def usage(self) -> Usage:
         """What is held. Does no I/O: it is asked for whenever somebody looks at the server's status."""
+
+    def accounts(self) -> Accounts | None:
+        """The books of who has how much of what :meth:`usage` tells, and the quotas, beyond which :meth:`store`
+        answers False. None: it keeps none, so no account can be limited here. Does no I/O."""
+        return None
+
+    def takes(self, header: int, payload: int) -> int:
+        """Bytes of the capacity that an object with header and payload of these lengths takes."""
+        return header + payload
 
     def describe(self) -> str:
         """Where it is, for people. No secrets."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import math
 import os
+import re
 import socket
 import threading
 import time
@@ -14,15 +16,18 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-from lmcache.errors import ConfigError, StartupError
+from lmcache.errors import StartupError
 from lmcache.logging import init_logger
+from lmcache.v1.storage.accounts import Accounts
 from lmcache.v1.storage.l2 import files
 from lmcache.v1.storage.l2.adapter import AdapterError, Call, Held, Put, StorageAdapter, Usage, Want
-from lmcache.v1.storage.l2.file_io import file_bytes, padded
+from lmcache.v1.storage.l2.envelope import unpack
+from lmcache.v1.storage.l2.file_io import padded
 from lmcache.v1.storage.l2.file_root import (
     TMP,
     Direct,
     Root,
+    check_size,
     each,
     opened,
     opened_folder,
@@ -38,8 +43,7 @@ __all__ = ["DiskAdapter", "DiskOptions", "make"]
 logger = init_logger(__name__)
 
 _LOCK = "lock"
-_TOUCH_SECONDS = 600
-"""How old a file's time of use may get before a load renews it: order after a restart, at little cost."""
+_ACCOUNT = re.compile(r"([0-9a-f]{16})?")
 _locks: set[int] = set()
 """Open lock files of this process."""
 
@@ -56,6 +60,18 @@ class DiskOptions(msgspec.Struct, frozen=True, kw_only=True):
     """none: a crash of the machine may cost objects, which their checksums tell. data: they are on the device when
     their store returns. full: their names, too."""
     threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 4
+    quotas_gb: dict[str, float] = {}
+    """GiB that an account may take, by its id as ``lmcache quota list`` shows it; "": requests without salt."""
+
+    def __post_init__(self) -> None:
+        for account, gib in self.quotas_gb.items():
+            if not _ACCOUNT.fullmatch(account):
+                raise ValueError(
+                    f"quotas_gb {account[:40]!r}: expected an account's id of 16 hex digits, as lmcache quota get SALT"
+                    ' shows it, or "" for requests without salt'
+                )
+            if not (math.isfinite(gib) and 0 <= gib <= 1 << 30):
+                raise ValueError(f"quotas_gb {account!r}: {gib:g}: expected a number of GiB from 0 on")
 
     @property
     def capacity(self) -> int:
@@ -90,6 +106,7 @@ class DiskAdapter(StorageAdapter):
     def __init__(self, options: DiskOptions) -> None:
         self.threads = options.threads
         self._options = options
+        self._quotas = {account: int(gib * (1 << 30)) for account, gib in options.quotas_gb.items()}
         self._adopting = threading.Lock()
         self._swapping = threading.Lock()  # never held over I/O: closing must not wait for a disk that hangs
         self._owned: _Owned | None = None
@@ -97,7 +114,7 @@ class DiskAdapter(StorageAdapter):
         with starting("disk", options.path):
             self._root = Root(options.path, "disk")
             with self._root.open() as base:
-                self._check_size(base)
+                check_size(self._root, base, options.max_gb)
                 self._adopt(base)
                 try:
                     self._direct = use_direct(self._root, base, options.direct)
@@ -107,22 +124,13 @@ class DiskAdapter(StorageAdapter):
 
     # ---- the directory
 
-    def _check_size(self, base: int) -> None:
-        total = os.fstatvfs(base)
-        have, want = total.f_blocks * total.f_frsize, self._options.capacity
-        if have and want > have:
-            raise ConfigError(
-                f"--l2-adapter disk: max_gb={self._options.max_gb:g}: expected at most the size of the file system"
-                f" of {self._root.path}, {have / 2**30:.1f} GiB"
-            )
-
     def _adopt(self, base: int) -> _Owned:
         """Take the directory for ours: lock it, sweep it, read what it holds."""
         lock = _locked(base, self._root.where)
         try:
             swept = sweep(base)
             walked = walk(base)
-            index = Index()
+            index = Index(self._quotas)
             for held, blocks in walked.found:
                 index.add(held, blocks)
         except BaseException:
@@ -193,19 +201,19 @@ class DiskAdapter(StorageAdapter):
     def _store(self, base: int, index: Index, put: Put) -> bool:
         if put.key in index:
             return True
-        expected = padded(file_bytes(len(put.header), len(put.payload)))
-        if not index.expect(expected, self._options.capacity):
+        expected, account = self.takes(len(put.header), len(put.payload)), unpack(put.header).account
+        if not index.expect(expected, self._options.capacity, account):
             return False
         fsync = self._options.fsync
         try:
             with opened_folder(TMP, base) as tmp:
                 name, blocks = files.write_temp(tmp, put, self._direct, fsync)
-                held = Held(put.key, len(put.header) + len(put.payload), time.time())
+                held = Held(put.key, len(put.header) + len(put.payload), time.time(), account)
                 with index.of_folder[files.folder_name(put.key)]:
                     files.publish(base, tmp, name, put.key, fsync)
                     index.add(held, blocks)
         finally:
-            index.settle(expected)
+            index.settle(expected, account)
         return True
 
     def load(self, wants: Sequence[Want], call: Call) -> list[bytes | None]:
@@ -218,7 +226,7 @@ class DiskAdapter(StorageAdapter):
         try:
             with files.opened_object(base, want.key, direct) as (fd, info):
                 header = files.load_object(fd, want, direct, info)
-                if time.time() - info.st_atime > _TOUCH_SECONDS:
+                if time.time() - info.st_atime > files.TOUCH_SECONDS:
                     with suppress(OSError):  # read-only: the order of use is all that is lost
                         os.utime(fd, ns=(time.time_ns(), info.st_mtime_ns))
         except FileNotFoundError:
@@ -256,6 +264,13 @@ class DiskAdapter(StorageAdapter):
         owned = self._owned
         capacity = self._options.capacity
         return Usage(owned.held.used, len(owned.held), capacity) if owned else Usage(-1, -1, capacity)
+
+    def accounts(self) -> Accounts | None:
+        owned = self._owned
+        return owned.held.accounts if owned else None
+
+    def takes(self, header: int, payload: int) -> int:
+        return padded(header) + padded(payload)
 
     def describe(self) -> str:
         return (

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Literal, TypeVar
 
-from lmcache.errors import StartupError
+from lmcache.errors import ConfigError, StartupError
 from lmcache.v1.storage.l2.adapter import AdapterError, AdapterFull, Call
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "TMP",
     "Direct",
     "Root",
+    "check_size",
     "each",
     "new_file",
     "opened",
@@ -124,6 +125,7 @@ class Root:
     """
 
     def __init__(self, path: str, kind: str) -> None:
+        self.kind = kind
         self.path = os.path.abspath(path)
         self.base = os.path.join(self.path, f"{kind}-1")
         self.where = f"{kind} {self.path}"
@@ -171,6 +173,20 @@ def starting(kind: str, path: str) -> Iterator[None]:
         raise StartupError(str(system_error(f"{kind} {path}", exc))) from None
     except AdapterError as exc:
         raise StartupError(str(exc)) from None
+
+
+def check_size(root: Root, base: int, max_gb: float) -> None:
+    """
+    Raises:
+        ConfigError: ``max_gb`` is more than the file system has.
+    """
+    total = os.fstatvfs(base)
+    have = total.f_blocks * total.f_frsize
+    if have and max_gb * (1 << 30) > have:
+        raise ConfigError(
+            f"--l2-adapter {root.kind}: max_gb={max_gb:g}: expected at most the size of the file system of"
+            f" {root.path}, {have / 2**30:.1f} GiB"
+        )
 
 
 def use_direct(root: Root, base: int, wanted: Direct) -> bool:

@@ -31,6 +31,7 @@ from lmcache.v1.storage.l2.file_root import DIRECTORY, new_file, opened, opened_
 __all__ = [
     "DIRECT_FROM",
     "FOLDERS",
+    "TOUCH_SECONDS",
     "Fsync",
     "Spoiled",
     "file_name",
@@ -50,6 +51,8 @@ __all__ = [
 Fsync = Literal["none", "data", "full"]
 
 FOLDERS = [f"{i:02x}" for i in range(256)]
+TOUCH_SECONDS = 600
+"""How old a file's time of use may get before a load renews it: order of use, at little cost."""
 DIRECT_FROM = 256 << 10
 """Payloads below go through the page cache: to wait for the device costs them more than a copy does."""
 _NAME = re.compile(r"([0-9a-f]{128})\.kv")
@@ -172,7 +175,8 @@ def inspect(fd: int, key: bytes, info: os.stat_result) -> Held:
     expected = file_bytes(len(header), found.size)
     if info.st_size != expected:
         raise Spoiled(f"{file_name(key)}: {info.st_size} bytes, expected {expected}")
-    return Held(key, len(header) + found.size, max(info.st_atime, info.st_mtime))
+    used = max(info.st_atime, info.st_mtime)
+    return Held(key, len(header) + found.size, used, found.account, info.st_blocks * 512)
 
 
 def header_in(base: int, key: bytes) -> bytes | None:

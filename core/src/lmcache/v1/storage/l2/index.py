@@ -5,19 +5,22 @@ from __future__ import annotations
 import os
 import re
 import stat
+import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import NamedTuple
 
+from lmcache.v1.storage.accounts import Accounts
 from lmcache.v1.storage.l2.adapter import Held
 from lmcache.v1.storage.l2.file_root import TMP, new_file, opened, opened_folder
 from lmcache.v1.storage.l2.files import FOLDERS, Spoiled, folder_name, inspect, key_of, open_file, remove
 
-__all__ = ["Index", "Walked", "names", "sweep", "walk"]
+__all__ = ["TEMP", "Index", "Walked", "clock_of", "names", "sweep", "walk"]
 
-_TEMP = re.compile(r"[0-9]+-[0-9a-f]+\.tmp")
+TEMP = re.compile(r"[0-9]+-[0-9a-f]+\.tmp")
+"""Names of files that are being written."""
 
 _WALKERS = 8
 """Threads that look at folders: a cold disk answers several at once sooner than one after the other."""
@@ -27,12 +30,19 @@ class _Entry(NamedTuple):
     size: int
     used: float
     blocks: int
+    account: str
 
 
 class Index:
-    """Objects by key, and the bytes that they take on the disk. For many threads; no method does I/O."""
+    """Objects by key, and the bytes that they take on the disk. For many threads; no method does I/O.
 
-    def __init__(self) -> None:
+    Args:
+        quotas: what accounts may take, by their names; the caller may change it.
+    """
+
+    def __init__(self, quotas: dict[str, int] | None = None) -> None:
+        self.accounts = Accounts(quotas)
+        """Who has how much of :attr:`used`; all of it together."""
         self._lock = threading.Lock()
         self._entries: dict[bytes, _Entry] = {}
         self._bytes = self._coming = 0
@@ -53,26 +63,37 @@ class Index:
     def held(self) -> list[Held]:
         """Every object."""
         with self._lock:
-            return [Held(key, entry.size, entry.used) for key, entry in self._entries.items()]
+            return [
+                Held(key, entry.size, entry.used, entry.account, entry.blocks)
+                for key, entry in self._entries.items()
+            ]
 
-    def expect(self, nbytes: int, capacity: int) -> bool:
-        """Count ``nbytes`` that are about to be written, if they fit."""
+    def expect(self, nbytes: int, capacity: int, account: str = "") -> bool:
+        """Count ``nbytes`` that are about to be written, if they fit, also within the account's quota."""
         with self._lock:
+            quota = self.accounts.quota(account)
             if self.used + nbytes > capacity:
                 return False
+            if quota is not None and self.accounts.used(account) + nbytes > quota:
+                return False
             self._coming += nbytes
+            self.accounts.take(account, nbytes)
             return True
 
-    def settle(self, nbytes: int) -> None:
+    def settle(self, nbytes: int, account: str = "") -> None:
         """What was expected has come, or will not."""
         with self._lock:
             self._coming -= nbytes
+            self.accounts.give(account, nbytes)
 
     def add(self, held: Held, blocks: int) -> None:
         with self._lock:
-            old = self._entries.get(held.key)
-            self._entries[held.key] = _Entry(held.size, held.used, blocks)
-            self._bytes += blocks - (old.blocks if old else 0)
+            account = sys.intern(held.account or "")  # of millions of objects few texts
+            self.accounts.take(account, blocks)
+            self.accounts.published(account)
+            self._bytes += blocks
+            self._out(held.key)
+            self._entries[held.key] = _Entry(held.size, held.used, blocks, account)
 
     def correct(self, key: bytes, blocks: int) -> None:
         """A file's space is not always final when it is closed (delayed allocation, compression)."""
@@ -83,15 +104,23 @@ class Index:
             entry = self._entries.get(key)
             if entry is not None:
                 self._bytes += blocks - entry.blocks
+                self.accounts.take(entry.account, blocks - entry.blocks)
                 self._entries[key] = entry._replace(blocks=blocks)
 
     def drop(self, key: bytes) -> bool:
         """Forget an object; whether it was known."""
         with self._lock:
-            entry = self._entries.pop(key, None)
-            if entry is not None:
-                self._bytes -= entry.blocks
-            return entry is not None
+            return self._out(key)
+
+    def _out(self, key: bytes) -> bool:
+        """Lock held: take an object out of the books, if it is in them."""
+        entry = self._entries.pop(key, None)
+        if entry is None:
+            return False
+        self._bytes -= entry.blocks
+        self.accounts.removed(entry.account)
+        self.accounts.give(entry.account, entry.blocks)
+        return True
 
 
 class Walked(NamedTuple):
@@ -161,34 +190,38 @@ def names(base: int, folder: str) -> tuple[Sequence[bytes], int]:
     return keys, foreign
 
 
-def sweep(base: int, older_than: float | None = None) -> int:
-    """Remove files that were being written; how many. Only what is older than so many seconds by the file system's
-    own clock, if given.
+def sweep(base: int, before: float | None = None) -> int:
+    """Remove files that were being written; how many. Only what was last written to before that time by the file
+    system's own clock, if given.
 
     Raises:
         OSError: as the system says.
     """
     swept = 0
     with opened_folder(TMP, base) as tmp:
-        limit = None if older_than is None else _clock_of(tmp) - older_than
         for name in os.listdir(tmp):
-            if not _TEMP.fullmatch(name):
+            if not TEMP.fullmatch(name):
                 continue
             with suppress(FileNotFoundError):  # its writer, or another server, was quicker
                 info = os.stat(name, dir_fd=tmp, follow_symlinks=False)
-                if stat.S_ISREG(info.st_mode) and (limit is None or info.st_mtime < limit):
+                if stat.S_ISREG(info.st_mode) and (before is None or info.st_mtime < before):
                     os.unlink(name, dir_fd=tmp)
                     swept += 1
     return swept
 
 
-def _clock_of(tmp: int) -> float:
-    """What time it is where the files are: servers of one directory need not agree on it, files in it do."""
-    name, fd = new_file(tmp)
-    try:
-        os.write(fd, b"\0")
-        os.fsync(fd)
-        return os.fstat(fd).st_mtime
-    finally:
-        os.close(fd)
-        os.unlink(name, dir_fd=tmp)
+def clock_of(base: int) -> float:
+    """What time it is where the files are: servers of one directory need not agree on it, files in it do.
+
+    Raises:
+        OSError: as the system says.
+    """
+    with opened_folder(TMP, base) as tmp:
+        name, fd = new_file(tmp)
+        try:
+            os.write(fd, b"\0")
+            os.fsync(fd)
+            return os.fstat(fd).st_mtime
+        finally:
+            os.close(fd)
+            os.unlink(name, dir_fd=tmp)

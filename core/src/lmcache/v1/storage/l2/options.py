@@ -35,6 +35,8 @@ _KINDS = {
     "str": "text",
 }  # fmt: skip
 """Types of JSON in an operator's words."""
+_QUOTAS = "quotas_gb"
+"""Of disk. That others lack it is no slip of the pen, so they say why."""
 _SECRET = re.compile("pass|secret|token|credential", re.IGNORECASE)
 
 
@@ -57,6 +59,13 @@ def read_options(kind: str, struct: type[T], options: Mapping[str, Any]) -> T:
     values: dict[str, Any] = {}
     for key, value in options.items():
         field = fields.get(key)
+        if field is None and key == _QUOTAS:
+            raise ConfigError(
+                _line(
+                    kind,
+                    f"{key}: nobody counts here what one account has; limit accounts in l1 or in type disk",
+                )
+            )
         if field is None:
             close = difflib.get_close_matches(str(key), fields, 1)
             meant = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(fields) or 'none'}"

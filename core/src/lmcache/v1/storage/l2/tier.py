@@ -17,10 +17,12 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from lmcache.logging import init_logger, warn_once
+from lmcache.v1.storage.accounts import AccountUsage
 from lmcache.v1.storage.eviction import LRU, EvictionPolicy
 from lmcache.v1.storage.l2 import envelope
 from lmcache.v1.storage.l2.adapter import AdapterError, AdapterFull, Call, Put, StorageAdapter, Usage, Want
 from lmcache.v1.storage.l2.clock import Clock
+from lmcache.v1.storage.l2.quotas import Coming, TierAccounts, coming
 from lmcache.v1.storage.l2.remote import reason
 from lmcache.v1.storage.l2.tier_index import TierIndex
 from lmcache.v1.storage.l2.workers import Job, Workers
@@ -45,12 +47,13 @@ _CLOSE_SECONDS = 1.0
 @dataclass(slots=True)
 class TierCounters:
     """Objects and bytes since the start. ``dropped``: not written because the queue was full or the tier was down;
-    ``failed``: tried and not written."""
+    ``failed``: tried and not written; ``over_quota``: not written because the account has no more room there."""
 
     stored: int = 0
     stored_bytes: int = 0
     dropped: int = 0
     failed: int = 0
+    over_quota: int = 0
     loaded: int = 0
     loaded_bytes: int = 0
     missed: int = 0
@@ -95,6 +98,7 @@ class Tier:
         self.counters = TierCounters()
         self.index = None if self.shared else TierIndex(LRU() if policy is None else policy, adapter.scan())
         """What it holds, where nobody else writes to it; None: only the engine knows."""
+        self._accounts = None if self.index is None else TierAccounts(adapter, self.index, self._evict)
         self.where = reason(str(adapter.describe()))  # a plugin's may be anything
         self._scans = adapter.scans
         self._counting = threading.Lock()
@@ -105,6 +109,7 @@ class Tier:
         self.workers = Workers(
             name, adapter.threads, clock, self._probe, breaker_failures, breaker_seconds, self._on_state
         )
+        self._trim_later()
 
     def count(self, **more: int) -> None:
         """Add to running totals, by their names."""
@@ -146,9 +151,50 @@ class Tier:
             "objects": usage.objects,
             "used_bytes": usage.used_bytes,
             "capacity_bytes": usage.capacity_bytes,
+            "accounts": self._accounts_state(),
             **self.workers.figures(),
             **asdict(self.counters),
         }
+
+    # ---- accounts
+
+    def accounts(self) -> dict[str, AccountUsage]:
+        """What each account has there, and may; nobody where that is not known."""
+        return {} if self._accounts is None else self._accounts.usage()
+
+    def set_quota(self, account: str, nbytes: int | None) -> None:
+        """Limit an account; None: no limit. What it has beyond goes soon.
+
+        Raises:
+            ValueError: if accounts cannot be limited there, in one line; or for a negative limit.
+        """
+        books = None if self._accounts is None else self._accounts.books
+        if books is None:
+            why = (
+                "others store there, too, so nobody knows what one account has"
+                if self.shared
+                else "its engine does not say what an account has"
+            )
+            raise ValueError(f"tier {self.name!r}: {why}; limit accounts in l1, or in a tier of type disk")
+        books.set_quota(account, nbytes)
+        self._trim_later()
+
+    def _accounts_state(self) -> list[dict[str, Any]] | None:
+        if self._accounts is None or self._accounts.books is None:
+            return None
+        return [
+            {
+                "account": name,
+                "used_bytes": has.used_bytes,
+                "objects": has.objects,
+                "limit_bytes": has.quota_bytes,
+            }
+            for name, has in self._accounts.usage().items()
+        ]
+
+    def _trim_later(self) -> None:
+        if self._accounts is not None and self._accounts.over:
+            self.workers.submit(Job("write", self.store_seconds, self._accounts.trim, lambda _: None))
 
     # ---- in the tier's threads
 
@@ -193,41 +239,53 @@ class Tier:
 
     def store(self, objects: Sequence[Put], call: Call) -> list[bool]:
         """Make room and store; for each whether the engine has it now."""
-        sizes = [len(put.header) + len(put.payload) for put in objects]
-        need = self._need(sizes)
-        if self.index is not None:
-            self._make_room(need, {put.key for put in objects}, call)
+        if self.index is None or self._accounts is None:
+            stored = [bool(a) for a in self._answers(self.adapter.store(objects, call), objects, "store")]
+            self._count_stored(objects, stored, 0)
+            return stored
+        all_of_them = [coming(self.adapter, put) for put in objects]
+        fits = self._room(all_of_them, call)
+        new = [one for one, fit in zip(all_of_them, fits, strict=True) if fit]
+        answers = iter(self._store(new, call) if new else ())
+        stored = [fit and next(answers) for fit in fits]
+        for one, has in reversed(
+            list(zip(all_of_them, stored, strict=True))
+        ):  # the first are to be kept longest
+            if has:
+                self.index.add(one.put.key, one.item)
+        missing = [one for one, has, fit in zip(all_of_them, stored, fits, strict=True) if fit and not has]
+        self._count_stored(objects, stored, fits.count(False) + sum(map(self._accounts.is_full, missing)))
+        return stored
+
+    def _store(self, new: Sequence[Coming], call: Call) -> list[bool]:
+        puts = [one.put for one in new]
         try:
-            answers = self._answers(self.adapter.store(objects, call), objects, "store")
+            return [bool(answer) for answer in self._answers(self.adapter.store(puts, call), puts, "store")]
         except AdapterFull as exc:
-            if self.index is None:
-                raise
             warn_once(logger, f"full:{self.name}", "tier %s is full before its time: %s", self.name, exc)
-            self._evict(need, {put.key for put in objects}, call)
-            answers = [False] * len(objects)
-        stored = [bool(answer) for answer in answers]
-        done = [(put, size) for put, size, has in zip(objects, sizes, stored, strict=True) if has]
-        if self.index is not None:
-            for put, size in done:
-                self.index.add(put.key, size)
+            self._make_way(self._need(new), {put.key for put in puts}, call)
+            return [False] * len(puts)
+
+    def _count_stored(self, objects: Sequence[Put], stored: Sequence[bool], over_quota: int) -> None:
+        done = [len(put.payload) for put, has in zip(objects, stored, strict=True) if has]
         self.count(
             stored=len(done),
-            stored_bytes=sum(len(put.payload) for put, _ in done),
-            failed=len(objects) - len(done),
+            stored_bytes=sum(done),
+            failed=len(objects) - len(done) - over_quota,
+            over_quota=over_quota,
         )
-        return stored
 
     def delete(self, keys: Sequence[bytes], call: Call) -> int:
         """Remove what is there; how many of them are gone for sure."""
-        sizes = {} if self.index is None else self.index.remove(keys)
+        known = {} if self.index is None else self.index.remove(keys)
         removed: Sequence[Any] = [False] * len(keys)
         try:
             removed = self._answers(self.adapter.delete(keys, call), keys, "delete")
         finally:
             if self.index is not None:  # what may still be there must be found again, to go another time
                 for key, gone in zip(keys, removed, strict=True):
-                    if not gone and key in sizes:
-                        self.index.add(key, sizes[key])
+                    if not gone and key in known:
+                        self.index.add(key, known[key])
         count = sum(map(bool, removed))
         self.count(deleted=count)
         return count
@@ -281,24 +339,36 @@ class Tier:
         except Exception as exc:  # at the end of everything; nobody can do more about it
             logger.warning("tier %s (%s): did not close well: %s", self.name, self.where, exc)
 
-    def _need(self, sizes: Sequence[int]) -> int:
-        """Bytes of what can fit at all: nothing is to go for an object that will not come."""
+    def _need(self, objects: Iterable[Coming]) -> int:
+        """Bytes of what is new and can fit at all: nothing is to go for an object that will not come."""
         capacity = self.usage().capacity_bytes
-        return sum(size for size in sizes if capacity <= 0 or size <= capacity)
+        return sum(
+            one.item.taken
+            for one in objects
+            if (capacity <= 0 or one.item.taken <= capacity) and not self.may_hold(one.put.key)
+        )
 
-    def _make_room(self, need: int, coming: set[bytes], call: Call) -> None:
-        """Evict from an engine of our own what it would be too much of."""
-        if not self._evicting.acquire(timeout=call.remaining):
-            return
+    def _room(self, objects: Sequence[Coming], call: Call) -> list[bool]:
+        """Evict what it would be too much of, first in the accounts of ``objects``; for each of them whether its
+        account has room."""
+        if self._accounts is None or not self._evicting.acquire(timeout=call.remaining):
+            return [True] * len(objects)
         try:
+            fits = self._accounts.make_room(objects, call)
+            need = self._need(one for one, fit in zip(objects, fits, strict=True) if fit)
             used, _, capacity = self.usage()
             if capacity > 0 and used + need > capacity * _WATERMARK:
-                self._evict(used + need - int(capacity * _EVICT_TO), coming, call)
+                without = {one.put.key for one in objects}
+                self._make_way(used + need - int(capacity * _EVICT_TO), without, call)
+            return fits
         finally:
             self._evicting.release()
 
-    def _evict(self, nbytes: int, without: set[bytes], call: Call) -> None:
-        victims = [] if self.index is None else self.index.victims(nbytes, without)
+    def _make_way(self, nbytes: int, without: set[bytes], call: Call) -> None:
+        if self.index is not None:
+            self._evict(self.index.victims(nbytes, without), call)
+
+    def _evict(self, victims: Sequence[bytes], call: Call) -> None:
         for at in range(0, len(victims), _EVICT_BATCH):
             if not call.over:
                 self.count(evicted=self.delete(victims[at : at + _EVICT_BATCH], call))
@@ -319,6 +389,7 @@ class Tier:
             self._scans = self.adapter.scans
             self.index.remove(self.index.keys())
             self.index.add_all(self.adapter.scan())
+            self._trim_later()
         return answers
 
     # ---- telling
@@ -329,6 +400,7 @@ class Tier:
             return
         self._observe("tier_state", {"tier": self.name, "state": state})
         if state == "up":
+            self._trim_later()
             logger.info("tier %s (%s): is well again", self.name, self.where)
         elif was == "up":
             logger.warning(
