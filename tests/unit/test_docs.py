@@ -28,7 +28,11 @@ PAGES = {path: path.read_text(encoding="utf-8") for path in [ROOT / "README.md",
 OPERATORS = PAGES[DOCS / "operators.md"]
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]+")
 OF_OTHERS = {
-    "vLLM": {"--kv-transfer-config", "--kv-offloading-size", "--kv-offloading-backend"},
+    "vLLM": {
+        "--kv-transfer-config", "--kv-offloading-size", "--kv-offloading-backend", "--block-size",
+        "--max-model-len", "--max-num-batched-tokens",
+    },
+    "examples/pd_proxy.py": {"--prefill", "--decode"},
     "SGLang": {
         "--model-path", "--enable-lmcache", "--enable-lora", "--enable-hierarchical-cache",
         "--lmcache-config-file", "--page-size",
