@@ -169,6 +169,14 @@ def test_a_new_cache_is_noticed_though_the_device_tells_no_addresses(
         assert torch.equal(obj.tensor.reshape(planes.shape), planes)
 
 
+def test_one_tensor_of_all_layers_is_taken_as_such(made: Any) -> None:
+    cache, connector = tensor(BLOCKS, LAYERS, 2, SIZE, HEADS, WIDTH), made()
+    obj = AdHocMemoryAllocator().allocate(tuple(connector.get_shape(TOTAL)), torch.bfloat16)
+    connector.from_gpu(obj, 0, TOTAL, kvcaches=cache, slot_mapping=torch.arange(TOTAL))
+    expected = cache.cpu().permute(2, 1, 0, 3, 4, 5).reshape(2, LAYERS, TOTAL, HIDDEN)
+    assert torch.equal(obj.tensor, expected)
+
+
 def test_steps_are_marked_and_the_engine_s_queue_is_not_left(
     made: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

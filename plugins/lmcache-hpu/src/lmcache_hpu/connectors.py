@@ -46,14 +46,16 @@ class VLLMPagedMemHPUConnectorV2(VLLMPagedMemGPUConnectorV2):
         given = kwargs.get("kvcaches")
         if given is None:
             return
-        layers = list(given.values()) if isinstance(given, Mapping) else list(given)
+        whole = hasattr(given, "as_strided")  # one tensor of all layers
+        layers = [given] if whole else list(given.values()) if isinstance(given, Mapping) else list(given)
         tensors = [
             part for layer in layers for part in (layer if isinstance(layer, (list, tuple)) else (layer,))
         ]
         if len(tensors) == len(self._seen) and all(map(is_, tensors, self._seen)):
             return
         self._mark, self._seen = None, []  # addresses do not tell one cache from another on this device
-        kwargs["kvcaches"] = [_layer(at, layer, self.use_mla) for at, layer in enumerate(layers)]
+        if not whole:
+            kwargs["kvcaches"] = [_layer(at, layer, self.use_mla) for at, layer in enumerate(layers)]
         super().initialize_kvcaches_ptr(**kwargs)
         self._seen = tensors
 
