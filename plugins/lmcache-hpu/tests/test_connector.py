@@ -154,6 +154,29 @@ def test_chunks_of_any_length_make_no_more_shapes_than_one_of_each_size(made: An
     assert seen((1, 2, 3, 5, 7, 13, 31, 33, 100, 129, 300)) == few
 
 
+def test_a_new_cache_is_noticed_though_the_device_tells_no_addresses(
+    made: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = torch.Tensor.data_ptr
+    monkeypatch.setattr(
+        torch.Tensor, "data_ptr", lambda self: 0 if self.device.type == "sim" else whole(self)
+    )
+    connector, (old, new) = made(), [FORMS["K and V as tuples"]() for _ in range(2)]
+    obj = AdHocMemoryAllocator().allocate(tuple(connector.get_shape(TOTAL)), torch.bfloat16)
+    for cache in (old, new, [(*layer, None) for layer in old]):
+        connector.from_gpu(obj, 0, TOTAL, kvcaches=cache, slot_mapping=torch.arange(TOTAL))
+        planes = by_slot([layer[:2] for layer in cache]).transpose(0, 1)
+        assert torch.equal(obj.tensor.reshape(planes.shape), planes)
+
+
+def test_one_tensor_of_all_layers_is_taken_as_such(made: Any) -> None:
+    cache, connector = tensor(BLOCKS, LAYERS, 2, SIZE, HEADS, WIDTH), made()
+    obj = AdHocMemoryAllocator().allocate(tuple(connector.get_shape(TOTAL)), torch.bfloat16)
+    connector.from_gpu(obj, 0, TOTAL, kvcaches=cache, slot_mapping=torch.arange(TOTAL))
+    expected = cache.cpu().permute(2, 1, 0, 3, 4, 5).reshape(2, LAYERS, TOTAL, HIDDEN)
+    assert torch.equal(obj.tensor, expected)
+
+
 def test_steps_are_marked_and_the_engine_s_queue_is_not_left(
     made: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

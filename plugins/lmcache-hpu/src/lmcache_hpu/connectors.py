@@ -7,6 +7,7 @@ on the host, and objects in host memory that go through the stage of the ops in 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import is_
 from typing import Any
 
 from lmcache.errors import LayoutError
@@ -27,6 +28,8 @@ class VLLMPagedMemHPUConnectorV2(VLLMPagedMemGPUConnectorV2):
     def __init__(self, hidden_dim_size: int, num_layers: int, use_gpu: bool = False, **kwargs: Any) -> None:
         """``use_gpu`` is taken as every connector takes it: the stage is the buffer here, in host memory."""
         super().__init__(hidden_dim_size, num_layers, False, **kwargs)
+        self._seen: list[Any] = []
+        """The tensors that layouts were found of."""
 
     def lane(self, name: str) -> Lane:
         """On the engine's own stream: in lazy mode what it has queued is on no stream before a step is marked."""
@@ -41,10 +44,20 @@ class VLLMPagedMemHPUConnectorV2(VLLMPagedMemGPUConnectorV2):
             LayoutError: A layer has less or more than K and V (or than its latent), such as scales of 8-bit floats.
         """
         given = kwargs.get("kvcaches")
-        if given is not None:
-            layers = given.values() if isinstance(given, Mapping) else given
+        if given is None:
+            return
+        whole = hasattr(given, "as_strided")  # one tensor of all layers
+        layers = [given] if whole else list(given.values()) if isinstance(given, Mapping) else list(given)
+        tensors = [
+            part for layer in layers for part in (layer if isinstance(layer, (list, tuple)) else (layer,))
+        ]
+        if len(tensors) == len(self._seen) and all(map(is_, tensors, self._seen)):
+            return
+        self._mark, self._seen = None, []  # addresses do not tell one cache from another on this device
+        if not whole:
             kwargs["kvcaches"] = [_layer(at, layer, self.use_mla) for at, layer in enumerate(layers)]
         super().initialize_kvcaches_ptr(**kwargs)
+        self._seen = tensors
 
     def batched_to_gpu(
         self,
