@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -159,6 +160,23 @@ def test_a_device_that_torch_knows_by_another_name_keeps_both(tmp_path: Path) ->
     exec(compile(texts["src/lmcache_foo_pro/spec.py"], "spec.py", "exec"), scope)
     spec = scope["FooProDeviceSpec"]()
     assert (spec.backend_name, spec.device_type, spec.torch_module_name) == ("foo_pro", "foo", "foo")
+
+
+def test_what_is_shown_for_a_package_that_makes_the_torch_module_asks_for_it_only_where_it_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (new(tmp_path, "foo") / "src/lmcache_foo/spec.py").read_text()
+    shown = re.sub(r"^( +)# (if not hasattr\(torch|    import torch_foo)", r"\1\2", text, flags=re.M)
+    assert len(set(shown.splitlines()) - set(text.splitlines())) == 2, "nothing is shown"
+    scope: dict[str, type[DeviceSpec]] = {}
+    exec(compile(shown, "spec.py", "exec"), scope)
+    spec = scope["FooDeviceSpec"]()
+    torch = ModuleType("torch")
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    assert not spec.is_available()
+    assert spec.unavailable_reason() == "torch.foo is not there: No module named 'torch_foo'"
+    torch.foo = SimpleNamespace(is_available=lambda: True)  # type: ignore[attr-defined]
+    assert spec.is_available()
 
 
 def test_the_sample_of_a_vendor_is_the_template_but_for_what_was_changed_by_hand(tmp_path: Path) -> None:
