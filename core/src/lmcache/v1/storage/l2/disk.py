@@ -204,16 +204,18 @@ class DiskAdapter(StorageAdapter):
         expected, account = self.takes(len(put.header), len(put.payload)), unpack(put.header).account
         if not index.expect(expected, self._options.capacity, account):
             return False
-        fsync = self._options.fsync
+        fsync, coming = self._options.fsync, expected
         try:
             with opened_folder(TMP, base) as tmp:
                 name, blocks = files.write_temp(tmp, put, self._direct, fsync)
                 held = Held(put.key, len(put.header) + len(put.payload), time.time(), account)
                 with index.of_folder[files.folder_name(put.key)]:
                     files.publish(base, tmp, name, put.key, fsync)
-                    index.add(held, blocks)
+                    index.add(held, blocks, coming)
+                    coming = 0
         finally:
-            index.settle(expected, account)
+            if coming:
+                index.settle(coming, account)
         return True
 
     def load(self, wants: Sequence[Want], call: Call) -> list[bytes | None]:
