@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import math
 import os
@@ -315,7 +316,11 @@ def _locked(base: int, where: str) -> int:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         owner = f"process {os.getpid()} on {socket.gethostname()}\n"
         with opened(_LOCK, os.O_WRONLY | os.O_TRUNC | flags, base) as writable:
-            os.write(writable, owner.encode("ascii", "replace"))
+            try:
+                os.write(writable, owner.encode("ascii", "replace"))
+            except OSError as exc:  # a full disk can be read, and emptied
+                if exc.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
     except BlockingIOError:
         owner = os.pread(fd, 200, 0).decode("ascii", "replace").strip() or "another process"
         _let_go(fd)
