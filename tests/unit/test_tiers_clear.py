@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from helpers.tiers import Recorder, Store, held, until
+from helpers.tiers import Recorder, Store, held, memory, until
 
 
 def test_a_clear_of_an_account_reaches_what_is_on_its_way_and_nothing_of_others_or_published_after_it() -> (
@@ -59,3 +59,24 @@ def test_a_clear_of_an_account_while_it_is_loaded_lets_nothing_of_it_arrive() ->
     finally:
         tier.gate.set()
         store.close(5)
+
+
+def test_a_clear_of_an_account_reads_the_headers_of_what_an_engine_does_not_know_the_account_of() -> None:
+    tier = memory()
+    store = Store(tier)
+    store.put(*(f"a{i}" for i in range(40)), account="x")
+    assert store.flush(5)
+    store.forget()
+    store.put(*(f"b{i}" for i in range(40)), account="y")
+    assert store.flush(5)
+    store.close(5)
+    again = Store(tier, pages=128)
+    try:
+        again.put(*(f"c{i}" for i in range(70)), account="x")  # known, and more than a batch
+        assert again.flush(5)
+        with again.lock:
+            cleared = again.clear(["t0"], account="x")
+        assert cleared.result(10) == {"t0": 110}
+        assert held(tier) == {f"b{i}" for i in range(40)}
+    finally:
+        again.close(5)
