@@ -270,6 +270,35 @@ def test_a_quota_of_a_tier_holds_there_and_is_shown_and_lifted_there(
     assert cli.json("quota", "get", "a")["tiers"][0]["limit_bytes"] is None
 
 
+def test_a_killed_server_s_accounts_are_known_to_the_next_which_keeps_its_own_quotas(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b, on_disk = account_id("a"), account_id("b"), BYTES + 4096
+    spec: dict[str, Any] = {"type": "disk", "path": str(tmp_path / "disk"), "max_gb": 0.05}
+
+    def in_tier(cli: Cli) -> dict[str, tuple[int, int]]:
+        rows = cli.json("quota", "list")["accounts"]
+        return {row["account"]: (t["objects"], t["limit_bytes"]) for row in rows for t in row["tiers"]}
+
+    with ForkedServer(tmp_path / "log", l1_size_gb=0.02, l2_adapter=(json.dumps(spec),)) as server:
+        with Stranger(server.address, "e") as engine:
+            for salt in ("a", "b"):
+                engine.store(engine.hashes(TOKENS, salt=salt), account_id(salt))
+            written(engine)
+        cli = Cli(capsys, server.address)
+        cli("quota", "set", "a", "--limit-gb", "0.01", "--tier", "disk")
+        assert in_tier(cli) == {a: (CHUNKS, int(0.01 * 2**30)), b: (CHUNKS, None)}
+        server.kill()
+    spec["quotas_gb"] = {b: 3 * on_disk / 2**30}
+    with ForkedServer(tmp_path / "log", l1_size_gb=0.02, l2_adapter=(json.dumps(spec),)) as server:
+        cli = Cli(capsys, server.address)
+        wait_for(lambda: in_tier(cli) == {a: (CHUNKS, None), b: (3, 3 * on_disk)}, what="down to the quota")
+        (row,) = cli.json("describe", "kvcache")["l2"]
+        assert (row["objects"], row["used_bytes"]) == (CHUNKS + 3, (CHUNKS + 3) * on_disk)
+        with Stranger(server.address, "e") as engine:
+            assert engine.find(engine.hashes(TOKENS, salt="a")) == CHUNKS
+
+
 def test_a_quota_where_there_can_be_none_is_refused_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

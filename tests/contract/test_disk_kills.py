@@ -80,6 +80,9 @@ def test_a_directory_outlives_its_server(place: Path) -> None:
         held = {h.key for h in adapter.scan()}
         assert temps_below(place) == []
         assert adapter.usage()[:2] == (blocks_below(place), len(held))
+        books = adapter.accounts()
+        assert books is not None
+        assert (books.used(""), books.objects("")) == adapter.usage()[:2]
         known.check(adapter, held)
         known.thin_out(adapter, rng)
         assert adapter.usage()[:2] == (blocks_below(place), len(known.surely))

@@ -20,6 +20,7 @@ from helpers.stored import (
     key_of,
     load,
     memory,
+    objects_below,
     payload_of,
     put_of,
     shared_fs,
@@ -27,7 +28,7 @@ from helpers.stored import (
     temps_below,
     the_file,
 )
-from helpers.tiers import Store
+from helpers.tiers import Store, until
 from lmcache.v1.storage.l2.adapter import AdapterError, StorageAdapter, Want
 
 both = pytest.mark.parametrize("make", [disk, shared_fs])
@@ -263,6 +264,20 @@ def test_a_disk_that_is_really_full(make: Make, mounted: Path) -> None:
     assert store(adapter, 7, SIZE)
     check_account(adapter, mounted, 3)
     adapter.close()
+
+
+def test_a_shared_directory_on_a_full_disk_is_brought_below_its_limit_all_the_same(mounted: Path) -> None:
+    adapter = shared_fs(mounted)
+    assert adapter.store([put_of(n, SIZE) for n in range(3)], call()) == [True] * 3
+    with (mounted / "others").open("wb", 0) as others:
+        free = os.statvfs(mounted).f_bfree
+        assert others.write(bytes(free * 4096)) == free * 4096
+    assert os.statvfs(mounted).f_bfree == 0
+    adapter.close()
+    limited = shared_fs(mounted, max_gb=2 * (SIZE + 4096) / 2**30, check_seconds=0.05)
+    assert until(lambda: limited.usage().objects == 1)
+    assert len(objects_below(mounted)) == 1
+    limited.close()
 
 
 @both

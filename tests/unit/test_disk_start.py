@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import shutil
@@ -255,6 +256,23 @@ def test_who_closes_is_not_the_owner_any_more_whatever_was_forked_meanwhile(tmp_
         os.close(until)
         os.waitpid(child, 0)
         os.close(end)
+
+
+def test_a_full_disk_keeps_no_server_from_what_it_has_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(fd: int, text: bytes) -> int:
+        raise OSError(errno.ENOSPC, "full")
+
+    first = disk(tmp_path)
+    assert store(first, 1, 5000)
+    first.close()
+    monkeypatch.setattr(os, "write", full)
+    second = disk(tmp_path)
+    assert is_right(second, 1, 5000)
+    with pytest.raises(StartupError, match="in use by another process"):
+        disk(tmp_path)
+    second.close()
 
 
 def test_a_fifo_in_the_place_of_the_lock_holds_nobody_up(tmp_path: Path) -> None:

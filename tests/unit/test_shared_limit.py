@@ -427,6 +427,19 @@ def test_a_directory_that_cannot_be_read_is_told_once_and_looked_at_again(
     assert "Input/output error (EIO)" in told
 
 
+def test_a_full_disk_does_not_keep_anybody_from_looking(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(fd: int, text: bytes) -> int:
+        raise OSError(errno.ENOSPC, "full")
+
+    with filled(tmp_path, 12) as adapter:
+        monkeypatch.setattr(os, "write", full)
+        assert Server(tmp_path).look()
+        monkeypatch.undo()
+        assert len(there(adapter, 12)) == 9
+
+
 def test_something_else_in_the_place_of_the_note_is_an_error_of_that_look(tmp_path: Path) -> None:
     server = Server(tmp_path)
     os.mkfifo(server.sweep)

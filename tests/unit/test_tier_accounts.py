@@ -239,7 +239,7 @@ def test_what_could_not_go_while_the_disk_was_away_goes_when_it_is_back(tmp_path
 @given(
     story=st.lists(
         st.tuples(
-            st.sampled_from(["expect", "settle", "add", "drop", "correct"]),
+            st.sampled_from(["expect", "settle", "arrive", "add", "drop", "correct"]),
             st.integers(0, 5),
             st.integers(0, 9),
         ),
@@ -258,6 +258,11 @@ def test_the_books_of_a_disk_add_up_to_what_is_used(story: list[tuple[str, int, 
             index.settle(*expected.pop(number % len(expected)))
         elif what == "add" and index.used + nbytes <= 30 and account != "2":
             index.add(Held(key, nbytes, 0.0, account), nbytes)  # also over one of that key
+        elif what == "arrive" and expected:
+            size, whose = expected.pop(number % len(expected))
+            used = index.accounts.used(whose)
+            index.add(Held(bytes([3 * nbytes + int(whose)] * 64), size, 0.0, whose), size, size)
+            assert index.accounts.used(whose) <= used
         elif what == "correct" and account != "2":
             index.correct(key, min(nbytes, 30 - index.used))
         elif what == "drop":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import math
 import os
@@ -204,16 +205,18 @@ class DiskAdapter(StorageAdapter):
         expected, account = self.takes(len(put.header), len(put.payload)), unpack(put.header).account
         if not index.expect(expected, self._options.capacity, account):
             return False
-        fsync = self._options.fsync
+        fsync, coming = self._options.fsync, expected
         try:
             with opened_folder(TMP, base) as tmp:
                 name, blocks = files.write_temp(tmp, put, self._direct, fsync)
                 held = Held(put.key, len(put.header) + len(put.payload), time.time(), account)
                 with index.of_folder[files.folder_name(put.key)]:
                     files.publish(base, tmp, name, put.key, fsync)
-                    index.add(held, blocks)
+                    index.add(held, blocks, coming)
+                    coming = 0
         finally:
-            index.settle(expected, account)
+            if coming:
+                index.settle(coming, account)
         return True
 
     def load(self, wants: Sequence[Want], call: Call) -> list[bytes | None]:
@@ -313,7 +316,11 @@ def _locked(base: int, where: str) -> int:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         owner = f"process {os.getpid()} on {socket.gethostname()}\n"
         with opened(_LOCK, os.O_WRONLY | os.O_TRUNC | flags, base) as writable:
-            os.write(writable, owner.encode("ascii", "replace"))
+            try:
+                os.write(writable, owner.encode("ascii", "replace"))
+            except OSError as exc:  # a full disk can be read, and emptied
+                if exc.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
     except BlockingIOError:
         owner = os.pread(fd, 200, 0).decode("ascii", "replace").strip() or "another process"
         _let_go(fd)

@@ -194,7 +194,14 @@ class Tier:
 
     def _trim_later(self) -> None:
         if self._accounts is not None and self._accounts.over:
-            self.workers.submit(Job("write", self.store_seconds, self._accounts.trim, lambda _: None))
+            self.workers.submit(Job("write", self.store_seconds, self._trim, lambda _: None))
+
+    def _trim(self, call: Call) -> None:
+        if self._accounts is not None and self._evicting.acquire(timeout=call.remaining):
+            try:
+                self._accounts.trim(call)
+            finally:
+                self._evicting.release()
 
     # ---- in the tier's threads
 
