@@ -94,6 +94,7 @@ def test_its_mapping_is_locked_until_just_before_it_is_unmapped(
     with serve() as address:
         context = worker(address, "sim:0")
         wait_for(lambda: is_locked(context), 10, "the mapping is page-locked")
+        ended()  # what has locked it holds it, too
         assert context.store([StoreItem(CHUNK, [b"k" * 32], [[1, 2]])]) == 1
         where = context.bound.pool.address  # type: ignore[union-attr]
         held = context.bound  # as a copy under way holds it
