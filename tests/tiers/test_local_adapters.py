@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +11,9 @@ import pytest
 from helpers.server import run_python
 from helpers.wheels import ROOT
 from lmcache.testing.adapters import AdapterConformance, run
-from lmcache.v1.storage.l2.adapter import Call, Put, StorageAdapter, Usage, Want
+from lmcache.v1.storage.accounts import Accounts
+from lmcache.v1.storage.l2.adapter import Call, Held, Put, StorageAdapter, Usage, Want
+from lmcache.v1.storage.l2.envelope import unpack
 from lmcache.v1.storage.l2.fault import FaultAdapter, FaultOptions
 from lmcache.v1.storage.l2.registry import build
 
@@ -117,6 +119,34 @@ class _CountsWrong(FaultAdapter):
         return super().usage()._replace(objects=3)
 
 
+class _IgnoresQuotas(FaultAdapter):
+    """Keeps good books, and stores whatever comes."""
+
+    quotas: dict[str, int]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.quotas = {}
+
+    def accounts(self) -> Accounts:
+        books = Accounts(self.quotas)
+        for held in self.scan():
+            books.take(str(held.account), held.size)
+            books.published(str(held.account))
+        return books
+
+    def scan(self) -> Iterator[Held]:
+        for held in super().scan():
+            yield held._replace(account=unpack(self.objects[held.key].header).account)
+
+
+class _ForgetsAccounts(_IgnoresQuotas):
+    """Tells nobody's account after a restart."""
+
+    def scan(self) -> Iterator[Held]:
+        return (held._replace(account="") for held in super().scan())
+
+
 class _NeverLooks(FaultAdapter):
     """Goes on after the call is over, an object at a time."""
 
@@ -128,7 +158,15 @@ class _NeverLooks(FaultAdapter):
 ONE_FAULT = (
     "error", "wrong_answer", "miss", "phantom", "short", "empty", "wrong_bytes", "wrong_object", "lost", "torn"
 )  # fmt: skip
-CLASSES = (_WritesLate, _WritesBeside, _KeepsTheCallersMemory, _CountsWrong, _NeverLooks)
+CLASSES = (
+    _WritesLate,
+    _WritesBeside,
+    _KeepsTheCallersMemory,
+    _CountsWrong,
+    _IgnoresQuotas,
+    _ForgetsAccounts,
+    _NeverLooks,
+)
 WRONG: dict[str, Callable[[], StorageAdapter]] = {
     **{name: partial(FaultAdapter, FaultOptions(**{name: 1.0})) for name in ONE_FAULT},
     **{kind.__name__: kind for kind in CLASSES},
@@ -142,6 +180,7 @@ def test_the_suite_finds_what_an_adapter_does_wrong(fault: str) -> None:
     )
     assert found, f"an adapter with {fault} passed"
     assert "\n" not in str(found)
+    assert ("its quota" in found.name.replace("_", " ")) == ("Quotas" in fault or "Accounts" in fault)
 
 
 def test_the_suite_needs_no_package_of_an_engine() -> None:

@@ -200,6 +200,40 @@ class AdapterConformance:
                     {h.key for h in adapter.scan()} == {p.key for p in puts[1:]}, "scan tells a removed one"
                 )
 
+    def test_books_add_up_and_no_account_goes_beyond_its_quota(self) -> None:
+        """Where an adapter keeps books; they promise nothing where it keeps none."""
+        with self.opened() as adapter:
+            adapter.clear(Call(self.seconds))
+            puts = [new_object(size, account=name) for size, name in ((1, ""), (5000, "a"), (70_000, "a"))]
+            write(adapter, puts, self.seconds)
+            books = adapter.accounts()
+            if books is None:
+                return
+            told = {name: has.objects for name, has in books.usage().items()}
+            expect(told == {"": 1, "a": 2}, f"accounts tells of objects {told}: expected {{'': 1, 'a': 2}}")
+            used = sum(has.used_bytes for has in books.usage().values())
+            expect(
+                used == adapter.usage().used_bytes,
+                f"accounts have {used} bytes, and usage is {adapter.usage()}",
+            )
+            held = {held.key: held.account for held in adapter.scan()}
+            expect(
+                held == {put.key: name for put, name in zip(puts, ("", "a", "a"), strict=True)},
+                f"scan tells accounts {sorted(map(str, held.values()))}: expected those of the headers",
+            )
+            books.set_quota("a", books.used("a"))
+            answers = adapter.store(
+                [new_object(9, account="a"), new_object(9, account="b")], Call(self.seconds)
+            )
+            expect(
+                answers == [False, True], f"store of one beyond its quota and one without answered {answers}"
+            )
+            adapter.delete([puts[1].key], Call(self.seconds))
+            write(adapter, [new_object(9, account="a")], self.seconds)
+            expect(
+                books.objects("a") == 2, f"after all that an account has {books.objects('a')} objects, not 2"
+            )
+
     def test_clear_leaves_nothing_that_is_ours(self) -> None:
         """It tells how many, or -1."""
         with self.opened() as adapter:

@@ -27,12 +27,12 @@ def new_key() -> bytes:
     return os.urandom(64)
 
 
-def new_object(size: int, key: bytes | None = None, shift: int = 0) -> Put:
+def new_object(size: int, key: bytes | None = None, shift: int = 0, account: str = "") -> Put:
     """An object of ``size`` random bytes; its payload begins ``shift`` bytes into a buffer of its own."""
     key = new_key() if key is None else key
     buffer = bytearray(shift) + bytearray(random.randbytes(size)) + bytearray(_GUARD)  # noqa: S311 -- only noise
     payload = memoryview(buffer)[shift : shift + size]
-    return Put(key, pack(ObjectInfo(key, size, checksum(payload))), payload)
+    return Put(key, pack(ObjectInfo(key, size, checksum(payload), account=account)), payload)
 
 
 def same(found: bytes | None, put: Put) -> bool:
