@@ -3,9 +3,11 @@
 Pages, object and the memcpy's buffers are in host memory. `from_gpu` and `to_gpu` are whole calls, with slot mapping
 and all. With `--original`, LMCache 0.5.6 does the same in a process of its own, in turns. Its connector class refuses
 anything but CUDA tensors, so its torch operation is called the way that class calls it: object, table of pointers,
-slots, sizes. Ratios to memcpy are of the processor time of the whole process, which other work on the machine leaves
-alone; those to 0.5.6 of elapsed time. Both sides must gather the same bytes. The original refuses layouts with heads
-outside slots, and for packed K and V it has no check and moves something else: these are left out on its side.
+slots, sizes. A ratio to memcpy is that of a call to the memcpy just before it, of the processor time of the whole
+process, which other work on the machine leaves alone but for its use of the caches: the median of all rounds, with the
+tenths at either end cut off for the spread. Ratios to 0.5.6 are of elapsed time. Both sides must gather the same bytes.
+The original refuses layouts with heads outside slots, and for packed K and V it has no check and moves something else:
+these are left out on its side.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import random
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -176,19 +179,35 @@ def measure(original: Remote | None, fmt: int, order: str, repeats: int) -> dict
         raise SystemExit(f"format {fmt}, {order}: the two sides gather different bytes")
     ours.end()
     best = {name: min(seconds[1:]) for name, seconds in sides.items()}
-    work = {name: min(seconds[1:]) for name, seconds in processor.items()}
+    paired = {kind: ratios(processor, kind) for kind in KINDS}
     return {
         "format": fmt, "slots": order, "nbytes": ours.nbytes, "seconds": sides, "processor_seconds": processor,
         "memcpy_gb_per_s": ours.nbytes / best["memcpy"] / 1e9,
-        "ratio": {kind: work["memcpy"] / work[kind] for kind in KINDS},
+        "ratio": {kind: statistics.median(paired[kind]) for kind in KINDS},
+        "spread": {kind: spread(paired[kind]) for kind in KINDS},
+        "elapsed_ratio": {kind: statistics.median(ratios(sides, kind)) for kind in KINDS},
         "speedup": {kind: best[f"original {kind}"] / best[kind] for kind in KINDS if theirs is not None},
     }  # fmt: skip
 
 
+def ratios(seconds: dict[str, list[float]], kind: str) -> list[float]:
+    """Round by round, the first left out."""
+    return [a / b for a, b in zip(seconds["memcpy"][1:], seconds[kind][1:], strict=True)]
+
+
+def spread(values: list[float]) -> list[float]:
+    cut = len(values) // 10
+    inner = sorted(values)[cut : len(values) - cut]
+    return [inner[0], inner[-1]]
+
+
 def line(row: dict[str, Any]) -> list[str]:
     speedups = [f"{value:.2f}" for value in row["speedup"].values()] or ["-", "-"]
-    ratios = [f"{value:.2f}" for value in row["ratio"].values()]
-    return [str(row["format"]), row["slots"], f"{row['memcpy_gb_per_s']:.1f}", *ratios, *speedups]
+    found = [
+        f"{row['ratio'][kind]:.2f} ({row['spread'][kind][0]:.2f}-{row['spread'][kind][1]:.2f})"
+        for kind in KINDS
+    ]
+    return [str(row["format"]), row["slots"], f"{row['memcpy_gb_per_s']:.1f}", *found, *speedups]
 
 
 def main() -> int:
@@ -196,7 +215,7 @@ def main() -> int:
         return serve(Its)
     from harness import Report, numbers, parser, table
 
-    made = parser(__doc__, repeats=9)
+    made = parser(__doc__, repeats=25)
     made.add_argument("--formats", type=numbers, default=list(SHAPES), help="ids of formats (all)")
     made.add_argument("--original", metavar="PYTHON", help="interpreter of an environment with lmcache 0.5.6")
     args = made.parse_args()
@@ -209,11 +228,11 @@ def main() -> int:
     report.data = {"cases": rows, "torch_threads": torch.get_num_threads(), "chunk": CHUNK, "layers": LAYERS}
     for order in ORDERS:
         for kind in KINDS:
-            ratios = [
-                row["ratio"][kind] for row in rows if row["slots"] == order and row["format"] in ITS_FORMATS
-            ]
-            if ratios and order != "slots":
-                report.goal(f"{kind}, {order}: / memcpy, worst of {len(ratios)}", min(ratios), ">=", GOAL)
+            found = [row["ratio"][kind] for row in rows if row["slots"] == order]
+            if found and order != "slots":
+                enough = sum(ratio >= GOAL for ratio in found)
+                name = f"{kind}, {order}: / memcpy, worst of {len(found)} ({enough} reach it)"
+                report.goal(name, min(found), ">=", GOAL)
     speedups = [value for row in rows for value in row["speedup"].values()]
     if speedups:
         report.goal(f"beside 0.5.6, worst of {len(speedups)}", min(speedups), ">=", 1.0, "x")

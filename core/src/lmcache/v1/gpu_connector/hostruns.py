@@ -5,8 +5,8 @@ slots is one memcpy in the calling thread; what is in smaller pieces is chosen b
 pieces are evenly spaced over a long run of slots it is one strided copy. torch gets pieces that it copies in the
 calling thread: its own threads wait for each other, which on a busy machine costs ten times what the bytes do.
 
-Measured by one thread, as shares of one memcpy of all bytes: rows of 256 bytes by index 0.65 out of the pages and
-0.5 into them, evenly spaced ones by strided copy 0.8; a loop in C over the same rows 0.6 to 0.8.
+Measured by one thread, as shares of one memcpy of all: rows of 256 bytes by index 0.6 out of the pages and 0.5 into
+them, evenly spaced ones by strided copy 0.67, a loop in C over the same rows 0.6 to 0.8; docs/connectors.md has more.
 """
 
 from __future__ import annotations
