@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections import deque
 from collections.abc import Sequence
+from functools import lru_cache
 
 __all__ = ["bytes_at", "copy_each", "copy_slices"]
 
@@ -31,7 +32,13 @@ def copy_each(dst: Sequence[int], src: Sequence[int], sizes: Sequence[int]) -> N
 
 def bytes_at(address: int, nbytes: int) -> memoryview:
     """Host memory as bytes. It must stay as long as the view."""
-    return memoryview((ctypes.c_uint8 * nbytes).from_address(address)).cast("B")
+    return memoryview(_bytes(nbytes).from_address(address)).cast("B")
+
+
+@lru_cache(maxsize=64)
+def _bytes(count: int) -> type[ctypes.Array[ctypes.c_uint8]]:
+    """Kept, as making such a type costs more than to use it."""
+    return ctypes.c_uint8 * count
 
 
 def copy_slices(
