@@ -18,6 +18,7 @@ from lmcache.v1.storage.l1 import L1Cache
 from lmcache.v1.storage.l2.adapter import Call, Want
 from lmcache.v1.storage.l2.clock import Alarm, Clock
 from lmcache.v1.storage.l2.envelope import ObjectInfo
+from lmcache.v1.storage.l2.removals import Removal
 from lmcache.v1.storage.l2.tier import Tier
 from lmcache.v1.storage.l2.workers import Job
 from lmcache.v1.storage.leases import Entry, Reservation
@@ -153,9 +154,9 @@ class Loader:
         pinned, prefetch._pinned = prefetch._pinned, {}
         self._l1.unpin_entries(list(pinned.values()))
 
-    def forget(self, keys: Iterable[bytes] | None) -> None:
-        """What is being loaded of these (None: of all) is deleted meanwhile: it is not to arrive."""
-        for load in [load for key, load in self._loads.items() if keys is None or key in keys]:
+    def forget(self, removal: Removal) -> None:
+        """What is being loaded of these is deleted meanwhile: it is not to arrive."""
+        for load in [load for load in self._loads.values() if removal.covers(load.key, load.account)]:
             self._dead(load)
         self._tell_soon()
 
@@ -186,7 +187,11 @@ class Loader:
                 continue
             load = self._loads.get(key)
             if load is None:
-                tiers = [tier for tier in usable if tier.may_hold(key) is not False]
+                tiers = [
+                    tier
+                    for tier in usable
+                    if tier.may_hold(key) is not False and not tier.removals.cover(key, account)
+                ]
                 load = _Load(key, size, account, depth, tiers)
             if not load.tiers or load.size != size or size <= 0:
                 return None

@@ -23,8 +23,8 @@ from lmcache.v1.storage.l2.adapter import AdapterError, Call, StorageAdapter
 from lmcache.v1.storage.l2.asking import holds
 from lmcache.v1.storage.l2.clock import Clock
 from lmcache.v1.storage.l2.remote import reason
+from lmcache.v1.storage.l2.removals import Removal
 from lmcache.v1.storage.l2.tier import Tier
-from lmcache.v1.storage.l2.workers import Job
 from lmcache.v1.storage.prefetch import Loader, Prefetch, Rows
 from lmcache.v1.storage.shm_pool import PoolView
 from lmcache.v1.storage.writebehind import WriteBehind
@@ -185,12 +185,10 @@ class TieredStore:
             KeyError: for an unknown tier.
         """
         l1, below = self._chosen(tiers)
-        if below:  # what is on its way from there is not to arrive
-            self._loader.forget(set(keys))
-        self._writes.forget(keys, below)
+        removal, known = Removal.of(keys), list(dict.fromkeys(keys))
+        self._forget(removal, below)
         counts = {L1_NAME: self.l1.delete(keys, force)} if l1 else {}
-        known = list(dict.fromkeys(keys))
-        return self._below(below, counts, lambda tier, call: tier.delete(known, call))
+        return self._below(below, counts, removal, lambda tier, call: tier.delete(known, call))
 
     def clear(
         self, tiers: Sequence[str] | None = None, account: str | None = None, force: bool = False
@@ -208,14 +206,12 @@ class TieredStore:
             KeyError: for an unknown tier.
         """
         l1, below = self._chosen(tiers)
+        removal = Removal(account=account)
+        self._forget(removal, below)
+        counts = {L1_NAME: self.l1.clear(force, account)} if l1 else {}
         if account is not None:
-            counts = {L1_NAME: self.l1.clear(force, account)} if l1 else {}
-            return self._below(below, counts, lambda tier, call: _clear_account(tier, account, call))
-        if below:
-            self._loader.forget(None)
-        self._writes.forget(None, below)
-        counts = {L1_NAME: self.l1.clear(force)} if l1 else {}
-        return self._below(below, counts, lambda tier, call: tier.clear(call))
+            return self._below(below, counts, removal, lambda tier, call: _clear_account(tier, account, call))
+        return self._below(below, counts, removal, lambda tier, call: tier.clear(call))
 
     def status(self) -> list[dict[str, Any]]:
         """Every tier: ``name``, ``type``, ``where``, ``shared``, ``sync``, ``state``, ``objects``, ``used_bytes``,
@@ -291,10 +287,20 @@ class TieredStore:
             raise KeyError(f"{', '.join(sorted(unknown))}: expected {', '.join([L1_NAME, *self.names])}")
         return L1_NAME in names, [tier for tier in self._tiers if tier.name in names]
 
+    def _forget(self, removal: Removal, tiers: Sequence[Tier]) -> None:
+        """What is on its way from or to these tiers is not to arrive."""
+        if tiers:
+            self._loader.forget(removal)
+            self._writes.forget(removal, tiers)
+
     def _below(
-        self, tiers: Sequence[Tier], counts: dict[str, int], act: Callable[[Tier, Call], int]
+        self,
+        tiers: Sequence[Tier],
+        counts: dict[str, int],
+        removal: Removal,
+        act: Callable[[Tier, Call], int],
     ) -> Future[dict[str, int]]:
-        """Have every tier do something in a thread of its own; ``counts`` gets the numbers."""
+        """Have every tier do ``act`` for a removal, in a thread of its own; ``counts`` gets the numbers."""
         future: Future[dict[str, int]] = Future()
         left = len(tiers)
         mutex = threading.Lock()
@@ -309,8 +315,7 @@ class TieredStore:
                 future.set_result(counts)
 
         for tier in tiers:
-            job = Job("write", self.options.store_seconds, partial(act, tier), partial(ended, tier))
-            if not tier.workers.submit(job):
+            if not tier.remove_later(removal, partial(act, tier), partial(ended, tier)):
                 ended(tier, None)
         if not tiers:
             future.set_result(counts)

@@ -22,6 +22,7 @@ from lmcache.v1.storage.l2 import envelope
 from lmcache.v1.storage.l2.adapter import AdapterError, AdapterFull, Call, Put, StorageAdapter, Usage, Want
 from lmcache.v1.storage.l2.clock import Clock
 from lmcache.v1.storage.l2.remote import reason
+from lmcache.v1.storage.l2.removals import Removal, Removals
 from lmcache.v1.storage.l2.tier_index import TierIndex
 from lmcache.v1.storage.l2.workers import Job, Workers
 
@@ -96,6 +97,9 @@ class Tier:
         self.index = None if self.shared else TierIndex(LRU() if policy is None else policy, adapter.scan())
         """What it holds, where nobody else writes to it; None: only the engine knows."""
         self.where = reason(str(adapter.describe()))  # a plugin's may be anything
+        self.removals = Removals()
+        self.on_removed: Callable[[], None] = lambda: None
+        """Called after each removal, from any thread, without a lock."""
         self._scans = adapter.scans
         self._counting = threading.Lock()
         self._observe = observe
@@ -117,6 +121,10 @@ class Tier:
     def may_hold(self, key: bytes) -> bool | None:
         """Whether the engine holds it, from memory; None: it must be asked."""
         return None if self.index is None else key in self.index
+
+    def needs(self, key: bytes, account: str) -> bool:
+        """Whether it is to be written: it is not there, or about to go."""
+        return not self.may_hold(key) or self.removals.cover(key, account)
 
     @property
     def may_read(self) -> bool:
@@ -257,13 +265,26 @@ class Tier:
 
     # ---- jobs of its own
 
-    def delete_later(self, keys: Sequence[bytes], end: Callable[[Any], None] = lambda _: None) -> bool:
-        """Delete in a thread of the tier; ``end`` gets how many are gone, or None. False: refused."""
+    def delete_later(self, keys: Sequence[bytes]) -> bool:
+        """Delete in a thread of the tier. False: refused."""
+        return self.remove_later(Removal.of(keys), lambda call: self.delete(keys, call), lambda _: None)
 
-        def run(call: Call) -> int:
-            return self.delete(keys, call)
+    def remove_later(
+        self, removal: Removal, act: Callable[[Call], int], end: Callable[[int | None], None]
+    ) -> bool:
+        """Have a thread of the tier do what ``removal`` says, by ``act``; ``end`` gets its result, or None. False:
+        refused, and neither is called. What is published from now on is not written before it is over."""
 
-        return self.workers.submit(Job("write", self.store_seconds, run, end))
+        def over(count: int | None) -> None:
+            self.removals.end(removal)
+            end(count)
+            self.on_removed()
+
+        self.removals.begin(removal)
+        taken = self.workers.submit(Job("write", self.store_seconds, act, over))
+        if not taken:
+            self.removals.end(removal)
+        return taken
 
     def close(self, seconds: float) -> None:
         """End the threads, then the adapter; what hangs is left behind."""
