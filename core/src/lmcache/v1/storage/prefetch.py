@@ -50,6 +50,11 @@ class Prefetch:
         """What was not in L1 before."""
         self._alarm: Alarm | None = None
 
+    @property
+    def most(self) -> int:
+        """Leading rows that may be in L1 in the end."""
+        return self.chunks if self.done else len(self._rows)
+
     def release(self) -> None:
         """Unpin; before it is done also cancel: ``on_done`` is not called any more, unless that call has begun
         already. Idempotent."""
