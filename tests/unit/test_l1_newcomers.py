@@ -13,7 +13,7 @@ from lmcache.v1.storage.l1 import FULL, L1Cache
 from lmcache.v1.storage.policies import BUILT_IN
 from lmcache.v1.storage.shm_pool import PAGE
 
-PAGES = 40
+PAGES = 96
 GRACE = 2.0
 NAMES = [name for name in BUILT_IN if name != "noop"]
 
@@ -51,6 +51,7 @@ class Cache(L1Cache):
 
 
 A, B = [f"a{i}" for i in range(6)], [f"b{i}" for i in range(6)]
+"""Together an eighth of what fits."""
 
 
 @pytest.mark.parametrize("policy", NAMES)
@@ -63,15 +64,24 @@ def test_a_store_does_not_cost_what_another_has_just_stored(policy: str, clock: 
 
 
 @pytest.mark.parametrize("policy", NAMES)
-def test_where_all_is_new_the_policy_alone_decides(policy: str, clock: list[float]) -> None:
-    cache, plain = Cache(policy), Cache(policy)
-    plain._grace = 0.0
-    names = [f"n{i}" for i in range(3 * PAGES)]
-    for at in range(0, len(names), 8):
-        for one in (cache, plain):
-            assert one.put(names[at : at + 8]) == 8
-            one.use(names[at : at + 4])
-    assert [cache.has([name]) for name in names] == [plain.has([name]) for name in names]
+def test_where_all_is_new_the_newest_part_goes_last(policy: str, clock: list[float]) -> None:
+    cache = Cache(policy, ratio=0.0)
+    newest = PAGES // 8
+    for number in range(3 * PAGES):
+        assert cache.put([f"n{number}"]) == 1
+        cache.use([f"n{number - newest}"])
+        assert cache.has([f"n{number - i}" for i in range(min(newest, number + 1))]) == min(
+            newest, number + 1
+        )
+
+
+def test_beyond_the_newest_part_the_policy_alone_decides(clock: list[float]) -> None:
+    cache = Cache("LFU", ratio=0.0)
+    names = [f"n{i}" for i in range(PAGES)]
+    cache.put(names)
+    cache.use(names[:10])
+    assert cache.put(A) == 6
+    assert cache.has(names[:10]) == 10
 
 
 def test_after_its_time_of_grace_a_newcomer_goes_as_the_policy_says(clock: list[float]) -> None:
