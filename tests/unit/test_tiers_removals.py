@@ -223,3 +223,36 @@ def test_what_of_an_account_is_on_its_way_up_does_not_arrive() -> None:
             found.release()
     assert (store.in_l1("a"), store.in_l1("b")) == (0, 1)
     store.close(5.0)
+
+
+# ---- a load that was under way
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_what_is_stored_anew_during_a_load_that_found_nothing_of_use_stays(damaged: bool) -> None:
+    tier = Gated(shared=False)
+    store = Store(tier)
+    store.put("a", "b")
+    assert store.flush(10.0)
+    store.forget()
+    tier.shut("load")
+    if damaged:
+        tier.set(wrong_bytes=1.0)
+    else:
+        tier.objects.clear()
+    waiting = [store.ask(name) for name in "ab"]
+    assert until(lambda: tier.came["load"] == 2)
+    tier.calm()
+    delete(store).result(10.0)
+    store.put("a")
+    assert store.flush(10.0)
+    tier.open("load")
+    for found, ended in waiting:
+        assert found is not None
+        assert ended.wait(10.0)
+    assert until(lambda: store.known("t0", key("b")) is False), "b is of no use, and goes"
+    assert until(lambda: not store._tiers[0].removals)
+    assert held(tier) == {"a"}
+    store.forget()
+    assert store.fetch("a") == 1
+    store.close(5.0)
