@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
@@ -104,6 +105,8 @@ class Tier:
         self._counting = threading.Lock()
         self._observe = observe
         self._evicting = threading.Lock()
+        self._stored_since: dict[int, set[bytes]] = {}
+        """For each load under way, by the id of the set: what was stored after it began."""
         self._said = float("-inf")
         self._state = "up"
         self.workers = Workers(
@@ -166,6 +169,10 @@ class Tier:
 
     def load(self, wants: Sequence[Want], call: Call) -> list[envelope.ObjectInfo | None]:
         """Load and verify: for each what it is, or None for a miss, whatever its memory holds then."""
+        with self._watched() as anew:
+            return self._load(wants, call, anew)
+
+    def _load(self, wants: Sequence[Want], call: Call, anew: set[bytes]) -> list[envelope.ObjectInfo | None]:
         headers = self._answers(self.adapter.load(wants, call), wants, "load")
         found: list[envelope.ObjectInfo | None] = []
         bad: list[bytes] = []
@@ -195,12 +202,29 @@ class Tier:
             bad += [
                 key for key in gone if key in self.index
             ]  # not whole, or of another size: of use to nobody
+        with self._counting:
+            bad = [key for key in bad if key not in anew]  # that it was of no use says nothing of what is there now
         if bad:
             self.delete_later(bad)
         return found
 
+    @contextmanager
+    def _watched(self) -> Iterator[set[bytes]]:
+        """A set that gets the keys of what is stored meanwhile. Guarded by ``_counting``."""
+        anew: set[bytes] = set()
+        with self._counting:
+            self._stored_since[id(anew)] = anew
+        try:
+            yield anew
+        finally:
+            with self._counting:
+                del self._stored_since[id(anew)]
+
     def store(self, objects: Sequence[Put], call: Call) -> list[bool]:
         """Make room and store; for each whether the engine has it now."""
+        with self._counting:
+            for anew in self._stored_since.values():
+                anew.update(put.key for put in objects)
         sizes = [len(put.header) + len(put.payload) for put in objects]
         need = self._need(sizes)
         if self.index is not None:
