@@ -256,3 +256,31 @@ def test_what_is_stored_anew_during_a_load_that_found_nothing_of_use_stays(damag
     store.forget()
     assert store.fetch("a") == 1
     store.close(5.0)
+
+
+def test_what_is_deleted_during_a_clear_is_not_taken_for_being_there_after_it() -> None:
+    class Slow(Gated):
+        """Its list is made before the deletion, and read after it."""
+
+        def scan(self):  # type: ignore[no-untyped-def]
+            found = list(super().scan())
+            if self.came["delete"]:
+                assert until(lambda: key("a") not in self.objects)
+            return iter(found)
+
+        def clear(self, call):  # type: ignore[no-untyped-def]
+            self.came["delete"] += 1
+            return 0  # nothing could go
+
+    tier = Slow(shared=False)
+    store = Store(tier)
+    store.put("a", "b")
+    assert store.flush(10.0)
+    gone = clear(store)
+    delete(store).result(10.0)
+    gone.result(10.0)
+    assert [store.known("t0", key(name)) for name in "ab"] == [False, True]
+    store.put("a")
+    assert store.flush(10.0)
+    assert held(tier) == {"a", "b"}
+    store.close(5.0)
