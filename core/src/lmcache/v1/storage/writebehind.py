@@ -245,7 +245,9 @@ class WriteBehind:
             with self._lock:
                 begun = True
                 lane.jobs -= 1
-                while lane.waiting and len(batch) < lane.tier.batch and not lane.blocked:
+                while lane.waiting and len(batch) < lane.tier.batch and not lane.undo:
+                    if not lane.tier.admits(lane.waiting[0].entry.key):
+                        break
                     batch.append(lane.waiting.popleft())
                 pinned.extend(batch)
             return bool(batch)
@@ -282,6 +284,7 @@ class WriteBehind:
                 written.resolve(not written.failed)
 
         def unpin() -> None:
+            lane.tier.returned(item.entry.key for item in pinned)
             while pinned:
                 self._unpin(lane, pinned.pop())
 

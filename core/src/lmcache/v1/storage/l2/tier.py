@@ -106,7 +106,8 @@ class Tier:
         self._observe = observe
         self._evicting = threading.Lock()
         self._stored_since: dict[int, set[bytes]] = {}
-        """For each load under way, by the id of the set: what was stored after it began."""
+        """For each load under way, by the id of the set: what was being written when it began, or since."""
+        self._being_written: set[bytes] = set()
         self._said = float("-inf")
         self._state = "up"
         self.workers = Workers(
@@ -128,6 +129,21 @@ class Tier:
     def needs(self, key: bytes, account: str) -> bool:
         """Whether it is to be written: it is not there, or about to go."""
         return not self.may_hold(key) or self.removals.cover(key, account)
+
+    def admits(self, key: bytes) -> bool:
+        """Whether an object may be written now: nothing is to go that was there before it."""
+        with self._counting:
+            if self.removals:
+                return False
+            self._being_written.add(key)
+            for anew in self._stored_since.values():
+                anew.add(key)
+        return True
+
+    def returned(self, keys: Iterable[bytes]) -> None:
+        """These are being written no more."""
+        with self._counting:
+            self._being_written.difference_update(keys)
 
     @property
     def may_read(self) -> bool:
@@ -202,17 +218,25 @@ class Tier:
             bad += [
                 key for key in gone if key in self.index
             ]  # not whole, or of another size: of use to nobody
-        with self._counting:
-            bad = [key for key in bad if key not in anew]  # that it was of no use says nothing of what is there now
         if bad:
-            self.delete_later(bad)
+            self._quarantine(bad, anew)
         return found
+
+    def _quarantine(self, bad: Sequence[bytes], anew: set[bytes]) -> None:
+        """Delete what a load found of no use; but of ``anew`` that says nothing."""
+        with self._counting:
+            keys = [key for key in bad if key not in anew]
+            removal = Removal.of(keys)
+            self.removals.begin(removal)
+        if not keys or not self._submit(removal, lambda call: self.delete(keys, call), lambda _: None):
+            self.removals.end(removal)
+            self.on_removed()
 
     @contextmanager
     def _watched(self) -> Iterator[set[bytes]]:
-        """A set that gets the keys of what is stored meanwhile. Guarded by ``_counting``."""
-        anew: set[bytes] = set()
+        """A set that gets the keys of what is written meanwhile. Guarded by ``_counting``."""
         with self._counting:
+            anew = set(self._being_written)
             self._stored_since[id(anew)] = anew
         try:
             yield anew
@@ -222,9 +246,6 @@ class Tier:
 
     def store(self, objects: Sequence[Put], call: Call) -> list[bool]:
         """Make room and store; for each whether the engine has it now."""
-        with self._counting:
-            for anew in self._stored_since.values():
-                anew.update(put.key for put in objects)
         sizes = [len(put.header) + len(put.payload) for put in objects]
         need = self._need(sizes)
         if self.index is not None:
@@ -269,8 +290,10 @@ class Tier:
         before = [] if self.index is None else self.index.keys()
         count = int(self.adapter.clear(call))
         if self.index is not None:
-            self.index.remove(before)
-            self.index.add_all(self.adapter.scan())  # what could not go, or came meanwhile
+            left = {
+                held.key for held in self.adapter.scan()
+            }  # what could not go; what came meanwhile adds itself
+            self.index.remove(key for key in before if key not in left)
         self.count(deleted=max(0, count))
         return count
 
@@ -299,16 +322,23 @@ class Tier:
         """Have a thread of the tier do what ``removal`` says, by ``act``; ``end`` gets its result, or None. False:
         refused, and neither is called. What is published from now on is not written before it is over."""
 
+        self.removals.begin(removal)
+        taken = self._submit(removal, act, end)
+        if not taken:
+            self.removals.end(removal)
+        return taken
+
+    def _submit(
+        self, removal: Removal, act: Callable[[Call], int], end: Callable[[int | None], None]
+    ) -> bool:
+        """Of a removal that has begun; it ends with the job."""
+
         def over(count: int | None) -> None:
             self.removals.end(removal)
             end(count)
             self.on_removed()
 
-        self.removals.begin(removal)
-        taken = self.workers.submit(Job("write", self.store_seconds, act, over))
-        if not taken:
-            self.removals.end(removal)
-        return taken
+        return self.workers.submit(Job("write", self.store_seconds, act, over))
 
     def close(self, seconds: float) -> None:
         """End the threads, then the adapter; what hangs is left behind."""
