@@ -284,3 +284,21 @@ def test_what_is_deleted_during_a_clear_is_not_taken_for_being_there_after_it() 
     assert store.flush(10.0)
     assert held(tier) == {"a", "b"}
     store.close(5.0)
+
+
+def test_what_is_stored_again_on_its_way_down_is_not_taken_for_being_there() -> None:
+    """By ``skip_l1`` it would be the first to leave L1, and be lost if its write fails."""
+    tier = Gated(shared=False)
+    store = Store(tier, pages=4, store_policy="skip_l1", breaker_failures=99)
+    tier.set(error=1.0, on=("store",))
+    store.put("older")
+    assert store.flush(10.0)
+    tier.shut("store")
+    store.put("a")
+    store.put("a")
+    tier.open("store")
+    assert store.flush(10.0)
+    assert until(store.nothing_is_taken)
+    store.put("b", "c", "d")
+    assert (store.in_l1("older"), store.in_l1("a")) == (0, 1)
+    store.close(5.0)
