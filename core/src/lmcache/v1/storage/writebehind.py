@@ -129,7 +129,7 @@ class WriteBehind:
         for entry in entries:
             takers = [lane for lane in lanes if lane.lacks(entry)]
             item = _Object(entry, len(takers))
-            if self._demote and not takers:
+            if self._demote and not takers and not any(entry.key in lane.pending for lane in lanes):
                 self._l1.demote([entry.key])
             for lane in takers:
                 if (
