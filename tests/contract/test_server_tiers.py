@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from helpers.server import namespace, refused, run_cli, taken_port, wait_for
 from helpers.tier_load import Stranger
 from lmcache.cli.main import main
 from lmcache.v1.keys import Namespace
+from lmcache.v1.multiprocess.server.config import ServerConfig
+from lmcache.v1.multiprocess.server.embedded import EmbeddedServer
 from lmcache.v1.protocol import messages as m
 
 TOKENS = list(range(1300))
@@ -135,17 +137,31 @@ def test_models_types_layouts_salts_and_adapters_never_meet_and_each_finds_its_o
 
 # ---- an acknowledged store is found
 
+
+@contextmanager
+def embedded_server(folder: Path, **settings: Any) -> Iterator[EmbeddedServer]:
+    """As an engine has it in its own process."""
+    (folder / "log").touch()
+    config = ServerConfig(**({"l1_size_gb": 0.02} | disk(folder) | settings))
+    with closing(EmbeddedServer(config, str(folder))) as server:
+        yield server
+
+
 MODES = [
-    ("shared memory", {}, {}),
-    ("frames", {"shm": "off"}, {}),
-    pytest.param("lmcache-driven", {"mode": "lmcache_driven"}, {}, marks=pytest.mark.torch),
+    pytest.param(a_server, {}, {}, id="shared memory"),
+    pytest.param(a_server, {"shm": "off"}, {}, id="frames"),
+    pytest.param(embedded_server, {}, {}, id="embedded"),
+    pytest.param(
+        a_server, {}, {"l2_store_policy": "skip_l1", "l2_prefetch_policy": "drop"}, id="passed through L1"
+    ),
+    pytest.param(a_server, {"mode": "lmcache_driven"}, {}, marks=pytest.mark.torch, id="lmcache-driven"),
 ]
 PAIRS = 3
 
 
-@pytest.mark.parametrize(("name", "client", "settings"), MODES)
+@pytest.mark.parametrize(("serve", "client", "settings"), MODES)
 def test_every_acknowledged_store_is_found_by_the_next_lookup_whatever_is_cleared(
-    tmp_path: Path, name: str, client: dict[str, Any], settings: dict[str, Any]
+    tmp_path: Path, serve: Callable[..., Any], client: dict[str, Any], settings: dict[str, Any]
 ) -> None:
     """Engines that share a model store and look up at once, while L1 is cleared and small."""
     if "mode" in client:
@@ -172,7 +188,7 @@ def test_every_acknowledged_store_is_found_by_the_next_lookup_whatever_is_cleare
             while not stop.wait(0.005):
                 clear_l1(tool)
 
-    with a_server(tmp_path, chunk_size=32, **settings) as server, ExitStack() as stack:
+    with serve(tmp_path, chunk_size=32, **settings) as server, ExitStack() as stack:
         fields = {"wait": 60.0, "patience": 20.0, "page_bytes": (4096, 2048), **client}
         rigs = [stack.enter_context(Rig(server.address, f"e{n}", **fields)) for n in range(2 * PAIRS)]
         threads = [

@@ -34,10 +34,10 @@ class Load:
                 number = numbers.pop()
                 self._begun.append(number)
                 hashes = stranger.hashes(prompt(number))
-                stranger.store(hashes)
+                stored = stranger.store(hashes)
                 self.acknowledged.append(number)
-                if stranger.find(hashes, 1.0) != CHUNKS:
-                    self.faults.append(f"prompt {number} was acknowledged and is not found")
+                if (found := stranger.find(hashes, 1.0)) != CHUNKS:
+                    self.faults.append(f"prompt {number}: {stored} of {CHUNKS} chunks stored, {found} found")
         except (Gone, LMCacheError):
             stranger.channel.close()
 

@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 from helpers.bad_adapter import BadAdapter  # noqa: E402
 from helpers.engine_rig import CHUNK, Rig, kv_of, running, settle  # noqa: E402
 from helpers.host_connector import HIDDEN, LAYERS  # noqa: E402
+from helpers.tiers import memory  # noqa: E402
 from lmcache.errors import ConfigError  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -52,6 +53,35 @@ def test_a_lookup_without_pin_keeps_nothing() -> None:
         rig.store(TOKENS)
         assert rig.engine.lookup(TOKENS) == len(TOKENS)
         assert rig.engine.clear() == len(TOKENS)
+
+
+@pytest.mark.parametrize("tier", [False, True])
+@pytest.mark.parametrize("kept", [0, 1, 3, 4])
+def test_a_lookup_with_pins_promises_no_more_than_it_pins_or_brings(
+    tier: bool, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though chunks go between the question and the pins, from L1 or, with a tier, from both."""
+    with running([("below", memory())] if tier else ()) as rig:
+        rig.store(TOKENS)
+        if tier:
+            below_only(rig)
+        store = rig.engine.chunk_store
+        asked = store.found
+
+        def found(chunks: Any, *arguments: Any) -> int:
+            answer = asked(chunks, *arguments)
+            with rig.engine.stack.lock:
+                gone = rig.engine.stack.tiers.delete(
+                    [key for row in store.rows(chunks)[kept:] for key, _ in row]
+                )
+            gone.result(10)
+            return answer
+
+        monkeypatch.setattr(store, "found", found)
+        assert rig.engine.lookup(TOKENS, pin=True, lookup_id="a") == kept * CHUNK
+        assert rig.retrieve(TOKENS, req_id="a") == kept * CHUNK
+        assert rig.engine.status()["lookups"] == bool(kept)
+        rig.engine.lookup_unpin("a")
 
 
 @pytest.mark.parametrize("lookup_id", [None, "", 5, ["a"]])

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 
 import lmcache.logging
 from helpers.pinning import Pinner, PinningSpec
+from lmcache.v1 import memory as memory_package
+from lmcache.v1 import memory_management
 from lmcache.v1.memory import lazy
 from lmcache.v1.memory_management import LazyMemoryAllocator, MixedMemoryAllocator, PinMemoryAllocator
 from lmcache.v1.platform.base.device_spec import DeviceSpec
@@ -269,3 +271,11 @@ def test_a_lazy_arena_gives_whatever_one_of_the_final_size_would(history: list[t
 def test_sizes_that_do_not_go_together_are_refused(args: tuple[int, int, int], expected: str) -> None:
     with pytest.raises(ValueError, match=expected):
         LazyMemoryAllocator(args[0], args[1], step_bytes=args[2])
+
+
+def test_every_name_of_the_memory_layer_is_importable_from_its_package_too() -> None:
+    for name in memory_management.__all__:
+        assert getattr(memory_package, name) is getattr(memory_management, name)
+        assert name in dir(memory_package)
+    with pytest.raises(AttributeError, match="GPUMemoryAllocator"):
+        memory_package.GPUMemoryAllocator  # noqa: B018

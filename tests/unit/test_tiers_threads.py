@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 
 import pytest
 
@@ -102,4 +103,53 @@ def test_lookups_prefetches_stores_deletions_and_clears_at_once_leave_the_books_
     assert gone.result(10.0)["l1"] >= 0
     assert until(lambda: not adapters[0].objects and not adapters[1].objects)
     assert store.status()[0]["objects"] == 0
+    store.close(5.0)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("policy", [("write_behind", "retain"), ("skip_l1", "drop")])
+def test_what_is_stored_after_a_deletion_began_is_in_l1_and_below_whatever_runs_beside_it(
+    shared: bool, policy: tuple[str, str]
+) -> None:
+    adapter = FaultAdapter(FaultOptions(shared=shared, latency_ms=0.5, threads=4, batch=2))
+    store = Store(adapter, pages=200, store_policy=policy[0], prefetch_policy=policy[1])
+    names = [f"n{i}" for i in range(12)]
+    stop = threading.Event()
+
+    def look(number: int) -> None:
+        dice = random.Random(number)
+        while not stop.is_set():
+            store.fetch(*dice.sample(names, 2), seconds=5.0)
+
+    def delete() -> Future[dict[str, int]]:
+        with store.lock:
+            return store.clear() if dice.random() < 0.5 else store.delete([key(name) for name in names])
+
+    def put(some: list[str]) -> None:
+        for name in some:
+            store.put(name)
+            store.put(f"other {name} {dice.randrange(9)}")
+
+    dice = random.Random(7)
+    lookers = [threading.Thread(target=look, args=[number]) for number in range(3)]
+    for looker in lookers:
+        looker.start()
+    try:
+        for turn in range(30):
+            put(dice.sample(names, 6))
+            gone = delete()
+            again = dice.sample(names, 3)
+            put(again)
+            gone.result(20.0)
+            assert [store.fetch(name) for name in again] == [1, 1, 1], turn
+            assert store.flush(20.0)
+            store.forget()
+            assert [store.fetch(name) for name in again] == [1, 1, 1], f"below L1, turn {turn}"
+            delete().result(20.0)
+    finally:
+        stop.set()
+        for looker in lookers:
+            looker.join(20.0)
+    assert store.flush(20.0)
+    assert until(store.nothing_is_taken)
     store.close(5.0)

@@ -243,6 +243,11 @@ class Fetch:
         """Leading chunks that are in L1 for it."""
         return int(self._prefetch.chunks)
 
+    @property
+    def most(self) -> int:
+        """Leading chunks that it may bring. L1's lock is held."""
+        return int(self._prefetch.most)
+
     def wait(self, seconds: float) -> bool:
         """Whether it ended within so long."""
         return self._done.wait(max(0.0, seconds))

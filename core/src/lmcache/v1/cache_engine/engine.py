@@ -177,8 +177,10 @@ class LMCacheEngine(EngineCore):
         least = self.config.min_retrieve_tokens
         found = self.chunk_store.found(plan.chain, self.config.lookup_timeout_ms / 1000, where)
         tokens_found = prefix_tokens(plan.chain, found, least)
-        if pin and lookup_id and tokens_found:
-            self._pin(lookup_id, plan, plan.chain[:found], where)
+        if pin and lookup_id and tokens_found:  # some may have gone since they were found
+            tokens_found = self._pin(lookup_id, plan, plan.chain[:found], where)
+            if not tokens_found:
+                self.lookup_unpin(lookup_id)
         return tokens_found
 
     def async_lookup_and_prefetch(
@@ -238,13 +240,15 @@ class LMCacheEngine(EngineCore):
             return plan, {L1_NAME} if where is None else where & {L1_NAME}
         return plan, self._reads_from if where is None else where
 
-    def _pin(self, lookup_id: str, plan: Plan, chunks: list[Chunk], where: set[str] | None) -> None:
+    def _pin(self, lookup_id: str, plan: Plan, chunks: list[Chunk], where: set[str] | None) -> int:
+        """Pin and load; the tokens that this can come to."""
         below = not self._frozen and where != {L1_NAME}
         seconds = self.config.blocking_timeout_secs if below else None
         with self.stack.lock:
-            self.lookups.begin(
+            lookup = self.lookups.begin(
                 lookup_id, chunks, plan.account, self.config.min_retrieve_tokens, seconds, where
             )
+            return lookup.promised()
 
 
 def _check_id(lookup_id: object) -> None:

@@ -36,6 +36,10 @@ class Lookup:
         found = self.base + (self.fetch.chunks if self.fetch else 0)
         return prefix_tokens(self.chunks, found, self.least)
 
+    def promised(self) -> int:
+        """Prefix tokens that are pinned, or may be brought. L1's lock is held."""
+        return prefix_tokens(self.chunks, self.base + (self.fetch.most if self.fetch else 0), self.least)
+
 
 def prefix_tokens(chunks: list[Chunk], found: int, least: int) -> int:
     """Tokens of the first ``found`` chunks; 0 if that is less than is worth a load."""
@@ -70,7 +74,7 @@ class Lookups:
         least: int,
         seconds: float | None,
         where: set[str] | None,
-    ) -> None:
+    ) -> Lookup:
         """Keep what of ``chunks`` is in L1 and load the rest. An older lookup of this id is given back.
 
         Args:
@@ -90,6 +94,7 @@ class Lookups:
         self._found[lookup_id] = lookup
         if seconds is not None and lookup.base < len(chunks):
             lookup.fetch = store.fetch(chunks[lookup.base :], account, seconds, where)
+        return lookup
 
     def release(self, lookup_id: str) -> bool:
         """Give back what it keeps and end what is under way; whether there was anything."""

@@ -13,7 +13,7 @@ from lmcache.v1.keys import Namespace
 from lmcache.v1.memory.turn import OwnerLock
 from lmcache.v1.metadata import LMCacheMetadata
 from lmcache.v1.multiprocess.pool_pins import PoolPins
-from lmcache.v1.storage.l1 import L1Cache
+from lmcache.v1.storage.l1 import GRACE_SECONDS, L1Cache
 from lmcache.v1.storage.l2 import registry
 from lmcache.v1.storage.l2.adapter import StorageAdapter
 from lmcache.v1.storage.policies import BUILT_IN
@@ -62,7 +62,7 @@ class StorageStack:
             self.view = self._pool.view
             name = str(policy_name(config.cache_policy))
             watermark = None if name == "noop" else _WATERMARK
-            self.l1 = L1Cache(self.view, watermark, _EVICT_RATIO, BUILT_IN[name]())
+            self.l1 = L1Cache(self.view, watermark, _EVICT_RATIO, BUILT_IN[name](), GRACE_SECONDS)
             self.tiers = TieredStore(
                 self.l1, self.view, made, cast("Lock", self.lock), _options(config), namespace_of=namespace_of
             )

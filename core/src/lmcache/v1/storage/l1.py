@@ -20,6 +20,8 @@ from lmcache.v1.storage.shm_pool import PoolView
 
 EXISTS = -1
 FULL = -2
+GRACE_SECONDS = 2.0
+"""What a server and an engine give to what was just stored: its next lookup comes within that, as a rule."""
 
 
 class L1Cache(L1Objects):
@@ -34,8 +36,9 @@ class L1Cache(L1Objects):
         watermark: float | None = 0.95,
         evict_ratio: float = 0.05,
         policy: EvictionPolicy | None = None,
+        grace_seconds: float = 0.0,
     ) -> None:
-        super().__init__(view, watermark, evict_ratio, policy)
+        super().__init__(view, watermark, evict_ratio, policy, grace_seconds)
         self._reads: dict[tuple[str, int], ReadLease] = {}
         self._writes: dict[tuple[str, int], WriteLease] = {}
         self._gone = Tombstones()

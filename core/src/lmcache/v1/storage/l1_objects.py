@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
+from time import monotonic
 
 from lmcache.v1.memory.range_allocator import RangeAllocator
 from lmcache.v1.storage.accounts import Accounts, AccountUsage, L1Counters
@@ -15,6 +16,9 @@ from lmcache.v1.storage.leases import Entry, Reservation
 from lmcache.v1.storage.shm_pool import PAGE, PoolView, new_generation
 
 __all__ = ["L1Objects"]
+
+_YOUNG = 1 / 8
+"""Of the capacity: as much of what was published last may be young. If everything were, nothing would be."""
 
 
 class L1Objects:
@@ -26,6 +30,8 @@ class L1Objects:
             None: nothing is evicted and a full pool drops what is new.
         evict_ratio: fraction of the capacity that such an eviction frees at once.
         policy: which objects go first; least recently used by default.
+        grace_seconds: for so long after its store an object goes after all that are older, whatever the policy says,
+            so that who stored it finds it. What is known to be in the tiers below needs no grace.
     """
 
     def __init__(
@@ -34,8 +40,12 @@ class L1Objects:
         watermark: float | None = 0.95,
         evict_ratio: float = 0.05,
         policy: EvictionPolicy | None = None,
+        grace_seconds: float = 0.0,
     ) -> None:
         self._view = view
+        self._grace = grace_seconds
+        self._published = 0
+        """Bytes so far."""
         self._allocator = RangeAllocator(view.data_bytes, PAGE)
         self._index: dict[bytes, Entry] = {}
         self._policy = LRU() if policy is None else policy
@@ -140,6 +150,8 @@ class L1Objects:
             return found
         entry = self._publish(item)
         entry.transient = transient
+        if loaded:
+            entry.young_until = 0.0
         self.counters.loaded += loaded
         self.counters.stored += not loaded
         return entry
@@ -258,7 +270,20 @@ class L1Objects:
             self._evict(entry)
 
     def _victims(self) -> Iterable[bytes]:
-        return chain(self._first, self._policy.victims()) if self._first else self._policy.victims()
+        order = self._old_first(self._policy.victims()) if self._grace else self._policy.victims()
+        return chain(self._first, order) if self._first else order
+
+    def _old_first(self, order: Iterable[bytes]) -> Iterator[bytes]:
+        """As the policy says, but what was stored just now last."""
+        now, young = monotonic(), []
+        since = self._published - self._allocator.capacity * _YOUNG
+        for key in order:
+            entry = self._index.get(key)
+            if entry is not None and entry.young_until > now and entry.born >= since:
+                young.append(key)
+            else:
+                yield key
+        yield from young
 
     def _drop(self, entries: Iterable[Entry]) -> int:
         victims = [entry for entry in entries if not entry.pins]
@@ -285,6 +310,9 @@ class L1Objects:
         entry = Entry(
             item.key, item.offset, item.size, item.generation, account=item.account, depth=item.depth
         )
+        if self._grace:
+            entry.young_until, entry.born = monotonic() + self._grace, self._published
+            self._published += self._allocator.rounded(item.size)
         self._index[item.key] = entry
         self._policy.add(item.key, item.size)
         self._accounts.published(item.account)

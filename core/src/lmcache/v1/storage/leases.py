@@ -31,6 +31,10 @@ class Entry:
     """An operator wants it kept: it is not evicted, and cleared only by force."""
     transient: bool = False
     """It came from a tier below for one reader, and goes with its last pin."""
+    young_until: float = 0.0
+    """``time.monotonic``; before that it goes after those that are older."""
+    born: int = 0
+    """Bytes that had been published by then."""
 
 
 @dataclass(slots=True)

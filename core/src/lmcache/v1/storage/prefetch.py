@@ -18,6 +18,7 @@ from lmcache.v1.storage.l1 import L1Cache
 from lmcache.v1.storage.l2.adapter import Call, Want
 from lmcache.v1.storage.l2.clock import Alarm, Clock
 from lmcache.v1.storage.l2.envelope import ObjectInfo
+from lmcache.v1.storage.l2.removals import Removal
 from lmcache.v1.storage.l2.tier import Tier
 from lmcache.v1.storage.l2.workers import Job
 from lmcache.v1.storage.leases import Entry, Reservation
@@ -48,6 +49,11 @@ class Prefetch:
         self._loaded: set[bytes] = set()
         """What was not in L1 before."""
         self._alarm: Alarm | None = None
+
+    @property
+    def most(self) -> int:
+        """Leading rows that may be in L1 in the end."""
+        return self.chunks if self.done else len(self._rows)
 
     def release(self) -> None:
         """Unpin; before it is done also cancel: ``on_done`` is not called any more, unless that call has begun
@@ -153,15 +159,11 @@ class Loader:
         pinned, prefetch._pinned = prefetch._pinned, {}
         self._l1.unpin_entries(list(pinned.values()))
 
-    def forget(self, keys: Iterable[bytes] | None) -> None:
-        """What is being loaded of these (None: of all) is deleted meanwhile: it is not to arrive."""
-        for load in [load for key, load in self._loads.items() if keys is None or key in keys]:
+    def forget(self, removal: Removal) -> None:
+        """What is being loaded of these is deleted meanwhile: it is not to arrive."""
+        for load in [load for load in self._loads.values() if removal.covers(load.key, load.account)]:
             self._dead(load)
         self._tell_soon()
-
-    def keys_of(self, account: str) -> set[bytes]:
-        """What is being loaded for an account."""
-        return {key for key, load in self._loads.items() if load.account == account}
 
     @property
     def active(self) -> int:
@@ -190,7 +192,11 @@ class Loader:
                 continue
             load = self._loads.get(key)
             if load is None:
-                tiers = [tier for tier in usable if tier.may_hold(key) is not False]
+                tiers = [
+                    tier
+                    for tier in usable
+                    if tier.may_hold(key) is not False and not tier.removals.cover(key, account)
+                ]
                 load = _Load(key, size, account, depth, tiers)
             if not load.tiers or load.size != size or size <= 0:
                 return None

@@ -24,8 +24,8 @@ from lmcache.v1.storage.l2.adapter import AdapterError, Call, StorageAdapter
 from lmcache.v1.storage.l2.asking import holds
 from lmcache.v1.storage.l2.clock import Clock
 from lmcache.v1.storage.l2.remote import reason
+from lmcache.v1.storage.l2.removals import Removal
 from lmcache.v1.storage.l2.tier import Tier
-from lmcache.v1.storage.l2.workers import Job
 from lmcache.v1.storage.prefetch import Loader, Prefetch, Rows
 from lmcache.v1.storage.shm_pool import PoolView
 from lmcache.v1.storage.writebehind import WriteBehind
@@ -187,12 +187,10 @@ class TieredStore:
             KeyError: for an unknown tier.
         """
         l1, below = self._chosen(tiers)
-        if below:  # what is on its way from there is not to arrive
-            self._loader.forget(set(keys))
-        self._writes.forget(keys, below)
+        removal, known = Removal.of(keys), list(dict.fromkeys(keys))
+        self._forget(removal, below)
         counts = {L1_NAME: self.l1.delete(keys, force)} if l1 else {}
-        known = list(dict.fromkeys(keys))
-        return self._below(below, counts, lambda tier, call: tier.delete(known, call))
+        return self._below(below, counts, removal, lambda tier, call: tier.delete(known, call))
 
     def clear(
         self, tiers: Sequence[str] | None = None, account: str | None = None, force: bool = False
@@ -210,21 +208,12 @@ class TieredStore:
             KeyError: for an unknown tier.
         """
         l1, below = self._chosen(tiers)
+        removal = Removal(account=account)
+        self._forget(removal, below)
+        counts = {L1_NAME: self.l1.clear(force, account)} if l1 else {}
         if account is not None:
-            if below:
-                self._loader.forget(self._loader.keys_of(account))
-            self._writes.forget(self._writes.keys_of(account, below), below)
-            # What is published from now on is not meant.
-            theirs = {tier: tier.index.of_account(account) for tier in below if tier.index is not None}
-            counts = {L1_NAME: self.l1.clear(force, account)} if l1 else {}
-            return self._below(
-                below, counts, lambda tier, call: _clear_account(tier, theirs.get(tier), account, call)
-            )
-        if below:
-            self._loader.forget(None)
-        self._writes.forget(None, below)
-        counts = {L1_NAME: self.l1.clear(force)} if l1 else {}
-        return self._below(below, counts, lambda tier, call: tier.clear(call))
+            return self._below(below, counts, removal, lambda tier, call: _clear_account(tier, account, call))
+        return self._below(below, counts, removal, lambda tier, call: tier.clear(call))
 
     def set_quota(self, account: str, nbytes: int | None, tier: str = L1_NAME) -> None:
         """Limit what an account may take in L1 or in a tier of our own; None: no limit.
@@ -319,10 +308,20 @@ class TieredStore:
             raise KeyError(f"{', '.join(sorted(unknown))}: expected {', '.join([L1_NAME, *self.names])}")
         return L1_NAME in names, [tier for tier in self._tiers if tier.name in names]
 
+    def _forget(self, removal: Removal, tiers: Sequence[Tier]) -> None:
+        """What is on its way from or to these tiers is not to arrive."""
+        if tiers:
+            self._loader.forget(removal)
+            self._writes.forget(removal, tiers)
+
     def _below(
-        self, tiers: Sequence[Tier], counts: dict[str, int], act: Callable[[Tier, Call], int]
+        self,
+        tiers: Sequence[Tier],
+        counts: dict[str, int],
+        removal: Removal,
+        act: Callable[[Tier, Call], int],
     ) -> Future[dict[str, int]]:
-        """Have every tier do something in a thread of its own; ``counts`` gets the numbers."""
+        """Have every tier do ``act`` for a removal, in a thread of its own; ``counts`` gets the numbers."""
         future: Future[dict[str, int]] = Future()
         left = len(tiers)
         mutex = threading.Lock()
@@ -337,22 +336,19 @@ class TieredStore:
                 future.set_result(counts)
 
         for tier in tiers:
-            job = Job("write", self.options.store_seconds, partial(act, tier), partial(ended, tier))
-            if not tier.workers.submit(job):
+            if not tier.remove_later(removal, partial(act, tier), partial(ended, tier)):
                 ended(tier, None)
         if not tiers:
             future.set_result(counts)
         return future
 
 
-def _clear_account(
-    tier: Tier, theirs: tuple[list[bytes], list[bytes]] | None, account: str, call: Call
-) -> int:
-    """Delete of ``theirs`` what counts against ``account``, and what does by its header; -1 where the engine alone
-    knows what it holds."""
-    if theirs is None:
+def _clear_account(tier: Tier, account: str, call: Call) -> int:
+    """Delete what counts against ``account``, by the index or else by its header; -1 where the engine alone knows what
+    it holds."""
+    if tier.index is None:
         return -1
-    mine, unknown = theirs
+    mine, unknown = tier.index.of_account(account)
     count = 0
     for at in range(0, len(mine) + len(unknown), _CLEAR_BATCH):
         if call.over:

@@ -21,6 +21,7 @@ from lmcache.v1.storage.l1 import L1Cache
 from lmcache.v1.storage.l2 import envelope
 from lmcache.v1.storage.l2.adapter import Call, Put
 from lmcache.v1.storage.l2.clock import Clock
+from lmcache.v1.storage.l2.removals import Removal
 from lmcache.v1.storage.l2.tier import Tier
 from lmcache.v1.storage.l2.workers import Job
 from lmcache.v1.storage.leases import Entry
@@ -67,11 +68,22 @@ class _Lane:
     """Of what waits, is under way, or hangs."""
     jobs: int = 0
     """Queued, not begun."""
-    deletions: int = 0
-    """So far. A job queued before one takes nothing that was published after it: that would be deleted, too."""
     watchers: dict[bytes, list[Written]] = field(default_factory=dict)
-    undo: set[bytes] = field(default_factory=set)
+    undo: dict[bytes, _Object] = field(default_factory=dict)
     """Under way, but deleted meanwhile: to be deleted there, too, once it is written."""
+
+    @property
+    def blocked(self) -> bool:
+        """Whether what waits has to go on waiting: it was published after something that is still to be deleted, and
+        would go with it."""
+        return bool(self.undo) or bool(self.tier.removals)
+
+    def lacks(self, entry: Entry) -> bool:
+        """Whether an object is to be written, and is not on its way yet."""
+        coming = self.pending.get(entry.key)
+        if coming is not None:
+            return self.undo.get(entry.key) is coming
+        return self.tier.needs(entry.key, entry.account)
 
 
 class WriteBehind:
@@ -104,6 +116,8 @@ class WriteBehind:
         self._namespace_of = namespace_of
         self._lanes = {tier.name: _Lane(tier) for tier in tiers}
         self._idle = threading.Condition(lock)
+        for lane in self._lanes.values():
+            lane.tier.on_removed = partial(self._go_on, lane)
 
     # ---- with the lock held
 
@@ -113,11 +127,9 @@ class WriteBehind:
         entries.sort(key=lambda entry: entry.depth)
         lanes = [self._lanes[tier.name] for tier in tiers if tier.writes]
         for entry in entries:
-            takers = [
-                lane for lane in lanes if entry.key not in lane.pending and not lane.tier.may_hold(entry.key)
-            ]
+            takers = [lane for lane in lanes if lane.lacks(entry)]
             item = _Object(entry, len(takers))
-            if self._demote and not takers:
+            if self._demote and not takers and not any(entry.key in lane.pending for lane in lanes):
                 self._l1.demote([entry.key])
             for lane in takers:
                 if (
@@ -150,27 +162,22 @@ class WriteBehind:
         written.future.add_done_callback(lambda _: alarm.cancel())
         return written.future
 
-    def forget(self, keys: Iterable[bytes] | None, tiers: Iterable[Tier]) -> None:
-        """Take back writes (None: all). Those under way are undone once they are done."""
+    def forget(self, removal: Removal, tiers: Iterable[Tier]) -> None:
+        """Take back writes. Those under way are undone once they are done."""
         ended: list[Written] = []
         for lane in (self._lanes[tier.name] for tier in tiers):
-            chosen = set(lane.pending) if keys is None else set(keys) & set(lane.pending)
             waiting, lane.waiting = lane.waiting, deque()
             for item in waiting:
-                if item.entry.key in chosen:
-                    chosen.discard(item.entry.key)
+                if removal.covers(item.entry.key, item.entry.account):
                     ended += self._over(lane, item, False)
                     self._unpin(lane, item)
                 else:
                     lane.waiting.append(item)
-            lane.undo |= chosen
-            lane.deletions += 1
+            waits = {item.entry.key for item in lane.waiting}
+            for key, item in lane.pending.items():
+                if key not in waits and removal.covers(key, item.entry.account):
+                    lane.undo[key] = item
         self._tell_soon(ended)
-
-    def keys_of(self, account: str, tiers: Iterable[Tier]) -> set[bytes]:
-        """What of an account waits or is under way."""
-        lanes = (self._lanes[tier.name] for tier in tiers)
-        return {key for lane in lanes for key, item in lane.pending.items() if item.entry.account == account}
 
     def waiting(self, tier: Tier) -> dict[str, int]:
         """For status."""
@@ -198,6 +205,8 @@ class WriteBehind:
 
     def _kick(self, lane: _Lane) -> None:
         """Lock held: as many jobs as there are batches, at most as many as can run."""
+        if lane.blocked:
+            return
         most = max(1, lane.tier.adapter.threads)
         while lane.jobs < min(most, -(-len(lane.waiting) // lane.tier.batch)):
             if not lane.tier.workers.submit(self._job(lane)):
@@ -205,6 +214,11 @@ class WriteBehind:
             lane.jobs += 1
         if lane.waiting and not lane.jobs:  # the tier went down just now
             self._give_up(lane)
+
+    def _go_on(self, lane: _Lane) -> None:
+        """Without the lock: what waited for a deletion need not wait any more."""
+        with self._lock:
+            self._kick(lane)
 
     def _give_up(self, lane: _Lane) -> None:
         """Lock held: nothing of what waits will be written."""
@@ -225,14 +239,15 @@ class WriteBehind:
         batch: list[_Object] = []
         pinned: list[_Object] = []
         begun = False
-        deletions = lane.deletions
 
         def start() -> bool:
             nonlocal begun
             with self._lock:
                 begun = True
                 lane.jobs -= 1
-                while lane.waiting and len(batch) < lane.tier.batch and deletions == lane.deletions:
+                while lane.waiting and len(batch) < lane.tier.batch and not lane.undo:
+                    if not lane.tier.removals.admits(lane.waiting[0].entry.key):
+                        break
                     batch.append(lane.waiting.popleft())
                 pinned.extend(batch)
             return bool(batch)
@@ -252,17 +267,24 @@ class WriteBehind:
                     ended += self._over(lane, item, has)
                 if job.returned:  # at once, so that nothing is pinned when the last write is over
                     unpin()
-                undo = [item.entry.key for item in batch if item.entry.key in lane.undo]
-                lane.undo.difference_update(undo)
+                undo = [item.entry.key for item in batch if lane.undo.get(item.entry.key) is item]
+                removal = Removal.of(undo)
+                if undo:
+                    lane.tier.removals.begin(removal)  # before the next write may begin
+                for key in undo:
+                    del lane.undo[key]
                 if self._demote:
                     done = [item.entry.key for item in reversed(batch) if item.complete and not item.left]
                     self._l1.demote(done)
             if undo:
                 lane.tier.delete_later(undo)
+                lane.tier.removals.end(removal)
+                self._go_on(lane)
             for written in ended:
                 written.resolve(not written.failed)
 
         def unpin() -> None:
+            lane.tier.removals.returned(item.entry.key for item in pinned)
             while pinned:
                 self._unpin(lane, pinned.pop())
 
@@ -292,11 +314,15 @@ class WriteBehind:
 
     def _over(self, lane: _Lane, item: _Object, has: bool) -> list[Written]:
         """Lock held: a tier has an object, or gave up; whose wait ends with that."""
-        lane.pending.pop(item.entry.key, None)
         item.left -= has
         item.complete = item.complete and has
         ended = []
-        for written in lane.watchers.pop(item.entry.key, ()):
+        current = (
+            lane.pending.get(item.entry.key) is item
+        )  # else it was published anew, and that one is to come
+        if current:
+            del lane.pending[item.entry.key]
+        for written in lane.watchers.pop(item.entry.key, ()) if current else ():
             written.left -= 1
             written.failed = written.failed or not has
             if not written.left:

@@ -32,7 +32,7 @@ from lmcache.v1.multiprocess.server.timers import Timers
 from lmcache.v1.multiprocess.server.tools import Tools
 from lmcache.v1.protocol import messages as m
 from lmcache.v1.storage.eviction import EvictionPolicy
-from lmcache.v1.storage.l1 import L1Cache
+from lmcache.v1.storage.l1 import GRACE_SECONDS, L1Cache
 from lmcache.v1.storage.l2.adapter import StorageAdapter
 from lmcache.v1.storage.shm_pool import PoolView
 from lmcache.v1.storage.tiers import TieredStore
@@ -76,7 +76,7 @@ class Service:
         self._view = view
         self._emit = emit
         watermark = None if config.eviction_policy == "noop" else config.eviction_trigger_watermark
-        self.l1 = L1Cache(view, watermark, config.eviction_ratio, policy)
+        self.l1 = L1Cache(view, watermark, config.eviction_ratio, policy, GRACE_SECONDS)
         self.modes = served_modes(config.supported_transfer_mode)
         lock = lock or threading.Lock()
         self._version = lmcache.__version__

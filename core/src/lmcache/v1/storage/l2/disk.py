@@ -8,6 +8,7 @@ import math
 import os
 import re
 import socket
+import stat
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -233,8 +234,10 @@ class DiskAdapter(StorageAdapter):
                     with suppress(OSError):  # read-only: the order of use is all that is lost
                         os.utime(fd, ns=(time.time_ns(), info.st_mtime_ns))
         except FileNotFoundError:
-            if want.key in index:  # somebody else removed it
-                self._delete(base, index, want.key)
+            with index.of_folder[files.folder_name(want.key)]:
+                there = files.present(base, want.key)
+                if there is None or not stat.S_ISREG(there.st_mode):  # nor by now: somebody else removed it
+                    index.drop(want.key)
             return None
         except files.Spoiled as exc:
             logger.warning("%s: %s; removed", self._root.where, exc)

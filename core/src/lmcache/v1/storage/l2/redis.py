@@ -30,6 +30,8 @@ _DEPTH = 2
 _SMALL_DEPTH = 64
 _HEADER_GUESS = 4096
 _SCAN_COUNT = 1000
+_MOVED_AWAY = ("READONLY", "MASTERDOWN")
+"""What a server says that is no primary any more: it keeps its connections."""
 _NO_REDIS = (ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError)
 """What redis-py's reader and its commands raise where that which answers is no Redis."""
 _FAULTS = (
@@ -275,6 +277,9 @@ class RedisAdapter(StorageAdapter):
                 except Cancelled:
                     break
         self._follow(client, items, verb.again, call, answers)
+        if any(isinstance(answer, Refused) and answer.code in _MOVED_AWAY for answer in answers):
+            for pool in pools:  # the address may lead to its successor by now, old connections never do
+                pool.disconnect(inuse_connections=False)
         faults = Faults(self._where)
         for answer in answers:
             if isinstance(answer, Refused) and answer.code != "WRONGTYPE":  # that is somebody else's value

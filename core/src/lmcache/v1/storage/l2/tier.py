@@ -24,6 +24,7 @@ from lmcache.v1.storage.l2.adapter import AdapterError, AdapterFull, Call, Put, 
 from lmcache.v1.storage.l2.clock import Clock
 from lmcache.v1.storage.l2.quotas import Coming, TierAccounts, coming
 from lmcache.v1.storage.l2.remote import reason
+from lmcache.v1.storage.l2.removals import Removal, Removals
 from lmcache.v1.storage.l2.tier_index import TierIndex
 from lmcache.v1.storage.l2.workers import Job, Workers
 
@@ -100,6 +101,9 @@ class Tier:
         """What it holds, where nobody else writes to it; None: only the engine knows."""
         self._accounts = None if self.index is None else TierAccounts(adapter, self.index, self._evict)
         self.where = reason(str(adapter.describe()))  # a plugin's may be anything
+        self.removals = Removals()
+        self.on_removed: Callable[[], None] = lambda: None
+        """Called after each removal, from any thread, without a lock."""
         self._scans = adapter.scans
         self._counting = threading.Lock()
         self._observe = observe
@@ -122,6 +126,10 @@ class Tier:
     def may_hold(self, key: bytes) -> bool | None:
         """Whether the engine holds it, from memory; None: it must be asked."""
         return None if self.index is None else key in self.index
+
+    def needs(self, key: bytes, account: str) -> bool:
+        """Whether it is to be written: it is not there, or about to go."""
+        return not self.may_hold(key) or self.removals.cover(key, account)
 
     @property
     def may_read(self) -> bool:
@@ -211,6 +219,10 @@ class Tier:
 
     def load(self, wants: Sequence[Want], call: Call) -> list[envelope.ObjectInfo | None]:
         """Load and verify: for each what it is, or None for a miss, whatever its memory holds then."""
+        with self.removals.watched() as anew:
+            return self._load(wants, call, anew)
+
+    def _load(self, wants: Sequence[Want], call: Call, anew: set[bytes]) -> list[envelope.ObjectInfo | None]:
         headers = self._answers(self.adapter.load(wants, call), wants, "load")
         found: list[envelope.ObjectInfo | None] = []
         bad: list[bytes] = []
@@ -241,8 +253,15 @@ class Tier:
                 key for key in gone if key in self.index
             ]  # not whole, or of another size: of use to nobody
         if bad:
-            self.delete_later(bad)
+            self._quarantine(bad, anew)
         return found
+
+    def _quarantine(self, bad: Sequence[bytes], anew: set[bytes]) -> None:
+        """Delete what a load found of no use; but of ``anew`` that says nothing."""
+        keys, removal = self.removals.begin_except(bad, anew)
+        if not keys or not self._submit(removal, lambda call: self.delete(keys, call), lambda _: None):
+            self.removals.end(removal)
+            self.on_removed()
 
     def store(self, objects: Sequence[Put], call: Call) -> list[bool]:
         """Make room and store; for each whether the engine has it now."""
@@ -302,8 +321,10 @@ class Tier:
         before = [] if self.index is None else self.index.keys()
         count = int(self.adapter.clear(call))
         if self.index is not None:
-            self.index.remove(before)
-            self.index.add_all(self.adapter.scan())  # what could not go, or came meanwhile
+            left = {
+                held.key for held in self.adapter.scan()
+            }  # what could not go; what came meanwhile adds itself
+            self.index.remove(key for key in before if key not in left)
         self.count(deleted=max(0, count))
         return count
 
@@ -322,13 +343,33 @@ class Tier:
 
     # ---- jobs of its own
 
-    def delete_later(self, keys: Sequence[bytes], end: Callable[[Any], None] = lambda _: None) -> bool:
-        """Delete in a thread of the tier; ``end`` gets how many are gone, or None. False: refused."""
+    def delete_later(self, keys: Sequence[bytes]) -> bool:
+        """Delete in a thread of the tier. False: refused."""
+        return self.remove_later(Removal.of(keys), lambda call: self.delete(keys, call), lambda _: None)
 
-        def run(call: Call) -> int:
-            return self.delete(keys, call)
+    def remove_later(
+        self, removal: Removal, act: Callable[[Call], int], end: Callable[[int | None], None]
+    ) -> bool:
+        """Have a thread of the tier do what ``removal`` says, by ``act``; ``end`` gets its result, or None. False:
+        refused, and neither is called. What is published from now on is not written before it is over."""
 
-        return self.workers.submit(Job("write", self.store_seconds, run, end))
+        self.removals.begin(removal)
+        taken = self._submit(removal, act, end)
+        if not taken:
+            self.removals.end(removal)
+        return taken
+
+    def _submit(
+        self, removal: Removal, act: Callable[[Call], int], end: Callable[[int | None], None]
+    ) -> bool:
+        """Of a removal that has begun; it ends with the job."""
+
+        def over(count: int | None) -> None:
+            self.removals.end(removal)
+            end(count)
+            self.on_removed()
+
+        return self.workers.submit(Job("write", self.store_seconds, act, over))
 
     def close(self, seconds: float) -> None:
         """End the threads, then the adapter; what hangs is left behind."""
