@@ -359,8 +359,8 @@ def test_a_shared_engine_that_is_given_quotas_says_why_it_has_none(kind: str, op
         ({"salt": 1}, "quotas_gb 'salt': expected an account's id of 16 hex digits"),
         ({"": -1}, "quotas_gb '': -1: expected a number of GiB from 0 on"),
         ({"": float("nan")}, "quotas_gb '': nan: expected"),
-        ({"": "x"}, "quotas_gb={'': 'x'}: expected float"),
-        (7, "quotas_gb=7: expected object"),
+        ({"": "x"}, "quotas_gb={'': 'x'}: expected a number"),
+        (7, "quotas_gb=7: expected a map"),
     ],
 )
 def test_wrong_quotas_are_refused_in_one_line(quotas: object, says: str, tmp_path: Path) -> None:
