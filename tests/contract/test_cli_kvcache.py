@@ -122,13 +122,16 @@ def test_a_list_longer_than_a_page_is_whole(cli: Cli, server: ForkedServer, engi
     assert (len(keys), keys, told["more"]) == (1100, sorted(set(keys)), False)
 
 
-def test_a_tier_s_objects_are_listed_too_unless_accounts_are_asked_for(cli: Cli, engine: Stranger) -> None:
+def test_a_tier_s_objects_are_listed_too_with_whose_they_are(cli: Cli, engine: Stranger) -> None:
     stored(engine)
-    in_l1 = [row["key"] for row in cli.json("kvcache", "list")["objects"]]
-    told = cli.json("kvcache", "list", "--tier", "disk")
-    assert [row["key"] for row in told["objects"]] == in_l1
-    assert all(row["bytes"] > BYTES for row in told["objects"]), "with their headers"
-    assert "does not know accounts" in cli.fails("kvcache", "list", "--tier", "disk", "--salt", "a", code=1)
+    stored(engine, salt="a")
+    in_l1 = [(row["key"], row["account"]) for row in cli.json("kvcache", "list")["objects"]]
+    told = cli.json("kvcache", "list", "--tier", "disk")["objects"]
+    assert [(row["key"], row["account"]) for row in told] == in_l1
+    assert all(row["bytes"] > BYTES for row in told), "with their headers"
+    mine = cli.json("kvcache", "list", "--tier", "disk", "--salt", "a", "--limit", "3")
+    assert [row for row in told if row["account"] == account_id("a")][:3] == mine["objects"]
+    assert mine["more"]
     assert "expected one of" in cli.fails("kvcache", "list", "--tier", "nvme", code=1)
 
 

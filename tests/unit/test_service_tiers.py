@@ -44,6 +44,21 @@ def below(server: LocalServer, tier: HeldTier) -> Peer:
     return Peer(server, "scheduler")
 
 
+# ---- lists
+
+
+def test_a_list_by_account_is_refused_where_an_engine_does_not_say_whose_its_objects_are(
+    server: LocalServer, tier: HeldTier
+) -> None:
+    below(server, tier)
+    server.start()
+    tool = Peer(server, "tool")
+    told = tool.ask(m.ListObjects(tier="memory"))
+    assert [row.account for row in told.objects] == [None] * len(HASHES)
+    why = tool.refused("bad_request", m.ListObjects(tier="memory", account=""))
+    assert why.startswith("tier 'memory': its engine does not say whose 5 of its 5 objects are;")
+
+
 # ---- lookups
 
 

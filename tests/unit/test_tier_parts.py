@@ -129,7 +129,7 @@ def test_an_index_holds_what_was_added_and_not_removed(story: list[tuple[str, in
             assert index.remove([key, key]) == removed
         else:
             index.touch([key])
-        assert dict(index.items()) == model
+        assert dict(index.items()) == {key: Item(size) for key, size in model.items()}
         assert sorted(index.keys()) == sorted(model)
         assert (len(index), key in index) == (len(model), key in model)
         assert set(index.victims(1 << 20, ())) == set(model)

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
             found.key.hex()[-16:],
             found.model,
             size(found.size),
-            found.account,
+            "?" if found.account is None else found.account,
             found.pins,
             "yes" if found.held else "",
         )

@@ -208,7 +208,7 @@ class ChunkStore:
         if chunks is None:
             for name in below:
                 found.update(
-                    ((name, k), size) for k, size in tiers.objects(name) or () if self.shapes.is_ours(k)
+                    ((name, k), item.size) for k, item in tiers.objects(name) or () if self.shapes.is_ours(k)
                 )
             in_l1 = ((entry.key, entry.size) for entry in l1.entries() if self.shapes.is_ours(entry.key))
         else:

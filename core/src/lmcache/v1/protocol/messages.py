@@ -217,7 +217,7 @@ class ListObjects(Message, tag="list_objects"):
     """Objects in L1 by ascending key, ``limit`` of them, from the one after key ``after`` on. Protocol 2.
 
     ``account``: only what counts against it. ``tier``: those of a tier that belongs to the server alone, whose sizes
-    include the header, and whose accounts are not known without reading them.
+    include the header; with ``account`` refused where its engine does not know whose each object is.
     """
 
     tier: str = "l1"
@@ -380,12 +380,12 @@ class Holdings(Message, tag="holdings"):
 
 
 class Stored(msgspec.Struct, kw_only=True):
-    """One object. ``model`` is empty if its namespace is not known, ``account`` where it is not known."""
+    """One object. ``model`` is empty if its namespace is not known, ``account`` None where it is not known."""
 
     key: bytes
     size: int
     model: str
-    account: str
+    account: str | None
     pins: int
     held: bool
 

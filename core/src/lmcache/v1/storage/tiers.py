@@ -26,6 +26,7 @@ from lmcache.v1.storage.l2.clock import Clock
 from lmcache.v1.storage.l2.remote import reason
 from lmcache.v1.storage.l2.removals import Removal
 from lmcache.v1.storage.l2.tier import Tier
+from lmcache.v1.storage.l2.tier_index import Item
 from lmcache.v1.storage.prefetch import Loader, Prefetch, Rows
 from lmcache.v1.storage.shm_pool import PoolView
 from lmcache.v1.storage.writebehind import WriteBehind
@@ -247,8 +248,8 @@ class TieredStore:
         """
         return self._named(tier).may_hold(key)
 
-    def objects(self, tier: str) -> list[tuple[bytes, int]] | None:
-        """Keys and sizes (with header) of what a tier holds; None: only its engine knows.
+    def objects(self, tier: str) -> list[tuple[bytes, Item]] | None:
+        """What a tier holds, by key; None: only its engine knows.
 
         Raises:
             KeyError: for an unknown tier.

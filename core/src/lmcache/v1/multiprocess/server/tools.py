@@ -16,7 +16,6 @@ from lmcache.v1.multiprocess.server.lookups import MAX_WAIT_SECONDS, Lookups
 from lmcache.v1.multiprocess.server.refused import Refused
 from lmcache.v1.multiprocess.server.state import holdings
 from lmcache.v1.protocol import messages as m
-from lmcache.v1.storage.leases import Entry
 from lmcache.v1.storage.tiers import L1_NAME, TieredStore
 
 __all__ = ["Tools"]
@@ -62,35 +61,42 @@ class Tools:
             raise Refused("bad_request", f"list of {msg.limit} objects: expected 1 to {_MAX_LISTED}")
         after, account = msg.after, msg.account
         fitting = (
-            entry
-            for entry in self._entries(msg.tier, account)
-            if entry.key > after and (account is None or entry.account == account)
+            row
+            for row in self._rows(msg.tier, account)
+            if row[0] > after and (account is None or row[2] == account)
         )
-        found = heapq.nsmallest(msg.limit + 1, fitting, key=lambda entry: entry.key)
-        rows = [
+        found = heapq.nsmallest(msg.limit + 1, fitting)  # keys differ, so nothing else is compared
+        objects = [
             m.Stored(
-                key=entry.key,
-                size=entry.size,
-                model=ns.model if (ns := self._known.get(entry.key[:DIGEST_BYTES])) else "",
-                account=entry.account,
-                pins=entry.pins,
-                held=entry.held,
+                key=key,
+                size=size,
+                model=ns.model if (ns := self._known.get(key[:DIGEST_BYTES])) else "",
+                account=whose,
+                pins=pins,
+                held=held,
             )
-            for entry in found[: msg.limit]
+            for key, size, whose, pins, held in found[: msg.limit]
         ]
-        return m.Listing(objects=rows, more=len(found) > msg.limit)
+        return m.Listing(objects=objects, more=len(found) > msg.limit)
 
-    def _entries(self, tier: str, account: str | None) -> Iterable[Entry]:
+    def _rows(self, tier: str, account: str | None) -> Iterable[tuple[bytes, int, str | None, int, bool]]:
+        """Key, size, account, pins, held of all objects; refused where it cannot be told which are of ``account``."""
         if tier == L1_NAME:
-            return self._store.l1.entries()
+            return ((e.key, e.size, e.account, e.pins, e.held) for e in self._store.l1.entries())
         try:
-            objects = self._store.objects(tier)
+            items = self._store.objects(tier)
         except KeyError as exc:
             raise Refused("bad_request", exc.args[0]) from None
-        if objects is None or account is not None:
-            why = "is shared" if objects is None else "does not know accounts"
-            raise Refused("bad_request", f"tier {tier!r}: {why}, so this list is not to be had")
-        return [Entry(key, -1, size, 0) for key, size in objects]
+        if items is None:
+            raise Refused("bad_request", f"tier {tier!r}: is shared, so this list is not to be had")
+        unknown = 0 if account is None else sum(item.account is None for _, item in items)
+        if unknown:
+            raise Refused(
+                "bad_request",
+                f"tier {tier!r}: its engine does not say whose {unknown} of its {len(items)} objects are;"
+                " list them without an account",
+            )
+        return ((key, item.size, item.account, 0, False) for key, item in items)
 
     # ---- keeping
 

@@ -106,10 +106,10 @@ class TierIndex:
         with self._mutex:
             return list(self._items)
 
-    def items(self) -> list[tuple[bytes, int]]:
-        """Keys and sizes, now."""
+    def items(self) -> list[tuple[bytes, Item]]:
+        """All of them by key, now."""
         with self._mutex:
-            return [(key, item.size) for key, item in self._items.items()]
+            return list(self._items.items())
 
     def _uncount(self, item: Item) -> None:
         self._objects[item.account] -= 1
