@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
 import threading
 import time
 from collections.abc import Iterator
@@ -80,6 +81,16 @@ def used(path: Path, number: int, hours_ago: float) -> None:
 def there(adapter: StorageAdapter, objects: int) -> list[int]:
     found = adapter.contains([key_of(n) for n in range(objects)], call())
     return [n for n in range(objects) if found[n]]
+
+
+def test_what_a_look_leaves_is_for_this_user_only(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        server = Server(tmp_path)
+        assert server.look()
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(server.sweep.stat().st_mode) == 0o600
 
 
 # ---- what goes

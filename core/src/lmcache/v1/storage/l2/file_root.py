@@ -88,7 +88,7 @@ def each(
 @contextmanager
 def opened(name: str | os.PathLike[str], flags: int = DIRECTORY, at: int | None = None) -> Iterator[int]:
     """An open file or directory, closed at the end."""
-    fd = os.open(name, flags, dir_fd=at)
+    fd = os.open(name, flags, 0o600, dir_fd=at)  # if it makes one
     try:
         yield fd
     finally:
