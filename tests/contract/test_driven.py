@@ -319,7 +319,7 @@ def test_a_server_without_torch_offers_engine_driven_and_refuses_the_other_in_on
         DRIVEN,
         env={**os.environ, "PYTHONPATH": path},
     )
-    assert done.returncode == 2
+    assert done.returncode == 3
     assert "--supported-transfer-mode lmcache_driven: needs torch" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     with pytest.MonkeyPatch.context() as patch:

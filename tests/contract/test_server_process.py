@@ -73,7 +73,7 @@ def segment(name: str) -> Path:
 # ---- refusing to start
 
 NEEDS_TORCH = "--supported-transfer-mode lmcache_driven: needs torch"
-_DRIVEN = (2, "--supported-transfer-mode", "lmcache_driven", NEEDS_TORCH)
+_DRIVEN = (3, "--supported-transfer-mode", "lmcache_driven", NEEDS_TORCH)
 WITHOUT_TORCH = [] if importlib.util.find_spec("torch") else [_DRIVEN]  # where torch is, it starts a server
 
 BAD = [

@@ -203,5 +203,5 @@ def test_asking_for_nixl_where_it_cannot_load_is_one_line() -> None:
         [sys.executable, "-c", line, "server", "--l1-size-gb", "0.01", "--l2-adapter", options],
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
-    assert "libucp.so.0" in refused(done, 2)
+    assert "libucp.so.0" in refused(done, 3)
     assert run_cli("--help").returncode == 0

@@ -196,7 +196,7 @@ def test_a_missing_tokenizer_package_is_named_with_its_remedy(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    line = one_line(capsys, 1, "query", "kvcache", "--text", "a", "--tokenizer", "x")
+    line = one_line(capsys, 3, "query", "kvcache", "--text", "a", "--tokenizer", "x")
     assert (
         line == "lmcache query kvcache: --tokenizer: needs the package tokenizers; pip install tokenizers\n"
     )

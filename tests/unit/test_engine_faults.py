@@ -19,8 +19,10 @@ torch = pytest.importorskip("torch")
 from helpers.bad_adapter import BadAdapter  # noqa: E402
 from helpers.engine_rig import CHUNK, Rig, engine_threads, running, settle  # noqa: E402
 from helpers.host_connector import Broken  # noqa: E402
+from lmcache.errors import StartupError  # noqa: E402
 from lmcache.v1.keys import account_id  # noqa: E402
 from lmcache.v1.storage.l2.envelope import unpack  # noqa: E402
+from lmcache.v1.storage.l2.registry import BUILT_IN  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -197,6 +199,16 @@ def test_a_tier_that_hangs_does_not_keep_the_engine_from_closing() -> None:
     assert time.monotonic() - began < 10
     bad.release()
     settle(lambda: not engine_threads(), "threads to end")
+
+
+def test_a_tier_that_cannot_be_had_is_told_of_by_the_setting_not_by_the_server_s_flag(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delitem(sys.modules, BUILT_IN["s3"].module, raising=False)
+    monkeypatch.setitem(sys.modules, "obstore", None)  # so that importing it fails
+    with pytest.raises(StartupError, match=r"^l2_adapters type 's3': needs the package obstore"):
+        Rig(None, l2_adapters=[{"type": "s3", "url": "s3://b"}])
+    assert not engine_threads()
 
 
 def test_closing_writes_what_waits_before_the_memory_goes() -> None:

@@ -34,7 +34,7 @@ def test_an_adapter_whose_package_is_absent_is_an_error_with_the_line_that_insta
     ]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, kind.package, None)  # so that importing it fails
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(StartupError) as caught:
         build({"type": name})
     assert str(caught.value) == (
         f"--l2-adapter type '{name}': needs the package {kind.package}, which is not installed; {kind.install}"
@@ -46,7 +46,7 @@ def test_a_server_that_is_asked_for_an_absent_package_says_how_to_install_it(tmp
     (tmp_path / "redis.py").write_text("raise ModuleNotFoundError('No module named redis', name='redis')\n")
     argv = ["server", "--l1-size-gb", "0.01", "--port", "0", "--http-port", "0", "--l2-adapter"]
     done = run_cli(*argv, '{"type": "redis", "url": "redis://127.0.0.1:1"}', env=environment(tmp_path))
-    assert refused(done, 2).endswith(
+    assert refused(done, 3).endswith(
         "needs the package redis, which is not installed; pip install lmcache[redis]"
     )
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from lmcache.errors import ConfigError, LMCacheError
+from lmcache.errors import ConfigError, LMCacheError, StartupError
 
 _MAX_TOKEN = (1 << 32) - 1
 _SOURCES = ("tokens", "tokens_file", "text")
@@ -44,6 +44,7 @@ def read_tokens(args: argparse.Namespace) -> list[int]:
 
     Raises:
         ConfigError: if they name none, several sources, or something that is no token id.
+        StartupError: if the package for it is missing.
         LMCacheError: if the text cannot be tokenized.
     """
     given = [name for name in _SOURCES if getattr(args, name) is not None]
@@ -119,7 +120,7 @@ def _with_tokenizer(text: str, name: str) -> list[int]:
     try:
         tokenizers = importlib.import_module("tokenizers")
     except ImportError:
-        raise LMCacheError("--tokenizer: needs the package tokenizers; pip install tokenizers") from None
+        raise StartupError("--tokenizer: needs the package tokenizers; pip install tokenizers") from None
     path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
     try:
         path.read_bytes()

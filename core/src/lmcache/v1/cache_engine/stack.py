@@ -114,10 +114,10 @@ def _build(specs: Sequence[TierSpec], made: list[tuple[str, StorageAdapter]]) ->
     for name, spec in specs:
         try:
             made.append((name, registry.build(spec, external)))
-        except ConfigError as exc:
-            raise ConfigError(str(exc).replace("--l2-adapter", "l2_adapters")) from None
+        except (ConfigError, StartupError) as exc:
+            raise type(exc)(str(exc).replace("--l2-adapter", "l2_adapters")) from None
         except ModuleNotFoundError as exc:
-            raise ConfigError(
+            raise StartupError(
                 f"l2_adapters type {spec['type']!r}: needs the module {exc.name}, which is not here"
             ) from None
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from lmcache.errors import ConfigError
+from lmcache.errors import ConfigError, StartupError
 from lmcache.logging import info_once, init_logger, warn_once
 from lmcache.v1.keys import DIGEST_BYTES, Namespace
 from lmcache.v1.multiprocess.peer import frames
@@ -65,7 +65,7 @@ def make(options: Mapping[str, Any]) -> StorageAdapter:
     """The adapter. The peer need not be there yet.
 
     Raises:
-        ConfigError: for a bad option, or if NIXL is asked for and not installed.
+        ConfigError: for a bad option. StartupError: if NIXL is asked for and cannot be had.
     """
     found = read_options("peer", Options, options)
     try:
@@ -74,14 +74,14 @@ def make(options: Mapping[str, Any]) -> StorageAdapter:
         raise ConfigError(f"--l2-adapter peer: {exc}") from None
     why = missing()
     if found.transport == "nixl" and why:
-        raise ConfigError(f"--l2-adapter peer: transport=nixl: {why}, or use transport=auto")
+        raise StartupError(f"--l2-adapter peer: transport=nixl: {why}, or use transport=auto")
     writer = None
     if found.push and found.transport != "frames":
         try:
             writer = Writer()
         except NixlError as exc:
             if found.transport == "nixl":
-                raise ConfigError(f"--l2-adapter peer: transport=nixl: {exc}") from None
+                raise StartupError(f"--l2-adapter peer: transport=nixl: {exc}") from None
             info_once(logger, "nixl", "payload to peers travels in frames: %s", exc)
     return PeerAdapter(address, found, writer)
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from lmcache.errors import ConfigError
+from lmcache.errors import ConfigError, StartupError
 from lmcache.v1.multiprocess.server.tiers import parse_adapters
 from lmcache.v1.platform.base.device_spec import MPTransferMode
 from lmcache.v1.storage.policies import BUILT_IN
@@ -129,6 +129,7 @@ class ServerConfig(msgspec.Struct, kw_only=True, frozen=True):
 
         Raises:
             ConfigError: one line that names the flag, its value, what was expected and the remedy.
+            StartupError: likewise, if a package is missing for what is asked for.
         """
         self._check_addresses()
         if not 0 < self.l1_size_gb <= _MAX_L1_GIB:
@@ -147,7 +148,7 @@ class ServerConfig(msgspec.Struct, kw_only=True, frozen=True):
             )
         mode = MPTransferMode.parse(self.supported_transfer_mode, source="--supported-transfer-mode")
         if mode is MPTransferMode.LMCACHE_DRIVEN and importlib.util.find_spec("torch") is None:
-            raise ConfigError(
+            raise StartupError(
                 "--supported-transfer-mode lmcache_driven: needs torch, which is not installed here;"
                 " pip install lmcache[cpu] or a device wheel, or use engine_driven"
             )

@@ -55,7 +55,7 @@ def build_adapters(texts: Sequence[str], makers: Mapping[str, Maker]) -> list[tu
     """The adapters that ``--l2-adapter`` asks for, by name; ``makers`` are those of plugins, by type.
 
     Raises:
-        ConfigError: for a bad option, or a package that is missing. StartupError: for an engine that cannot be had.
+        ConfigError: for a bad option. StartupError: for an engine that cannot be had, or a package that is missing.
         In both cases those made before are closed.
     """
     built: list[tuple[str, StorageAdapter]] = []

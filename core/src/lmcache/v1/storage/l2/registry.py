@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from lmcache.errors import ConfigError
+from lmcache.errors import ConfigError, StartupError
 from lmcache.v1.storage.l2.adapter import StorageAdapter
 
 __all__ = ["BUILT_IN", "Kind", "build", "check_type", "parse"]
@@ -100,8 +100,9 @@ def build(spec: Mapping[str, Any], external: Mapping[str, Maker] | None = None) 
     """The adapter that ``spec`` asks for; ``external`` are those of plugins, by type.
 
     Raises:
-        ConfigError: for an unknown type, a bad option, or a package that is missing (with its install line).
-        StartupError: if the engine cannot be had: a directory in use, a server that refuses.
+        ConfigError: for an unknown type or a bad option.
+        StartupError: if the engine cannot be had: a package that is missing (with its install line), a directory in
+            use, a server that refuses.
     """
     name, external = str(spec.get("type")), external or {}
     options = {key: value for key, value in spec.items() if key != "type"}
@@ -114,7 +115,7 @@ def build(spec: Mapping[str, Any], external: Mapping[str, Maker] | None = None) 
     except ImportError as exc:
         if not kind.package or (exc.name or "").partition(".")[0] != kind.package:
             raise
-        raise ConfigError(
+        raise StartupError(
             f"--l2-adapter type {name!r}: needs the package {kind.package}, which is not installed; {kind.install}"
         ) from None
     adapter: StorageAdapter = module.make(options)
