@@ -129,6 +129,8 @@ def test_a_tier_s_objects_are_listed_too_with_whose_they_are(cli: Cli, engine: S
     told = cli.json("kvcache", "list", "--tier", "disk")["objects"]
     assert [(row["key"], row["account"]) for row in told] == in_l1
     assert all(row["bytes"] > BYTES for row in told), "with their headers"
+    text = cli("kvcache", "list", "--tier", "disk")
+    assert (text.count(account_id("a")), text.count("(no salt)")) == (CHUNKS, CHUNKS)
     mine = cli.json("kvcache", "list", "--tier", "disk", "--salt", "a", "--limit", "3")
     assert [row for row in told if row["account"] == account_id("a")][:3] == mine["objects"]
     assert mine["more"]

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
             found.key.hex()[-16:],
             found.model,
             size(found.size),
-            "?" if found.account is None else found.account,
+            "not known" if found.account is None else found.account or "(no salt)",
             found.pins,
             "yes" if found.held else "",
         )
