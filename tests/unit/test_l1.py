@@ -303,6 +303,21 @@ def test_above_the_watermark_an_eviction_frees_the_ratio_at_once() -> None:
     assert cache.counters.evicted == 4
 
 
+def test_only_what_made_room_counts_as_evicted() -> None:
+    cache = Cache(pages=4)
+    fill(cache, *"abcd")
+    assert cache.delete([key("a")]) == 1
+    item = cache.take(key("e"), PAGE)
+    assert item is not None
+    read_once = cache.publish(item, transient=True)
+    cache.pin_entries([read_once])
+    cache.unpin_entries([read_once])
+    assert (survivors(cache, *"abcde"), cache.counters.evicted) == ("bcd", 0)
+    fill(cache, "f", "g")
+    assert cache.clear() == 4
+    assert cache.counters.evicted == 1
+
+
 def test_eviction_goes_on_until_a_range_is_long_enough() -> None:
     cache = Cache(pages=4)
     fill(cache, *"abcd")

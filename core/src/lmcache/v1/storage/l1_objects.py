@@ -120,7 +120,7 @@ class L1Objects:
             if not entry.pins:
                 self._pinned -= 1
                 if entry.transient and not entry.held:
-                    self._evict(entry)
+                    self._remove(entry)
 
     # ---- memory that no lease owns: of a load from below, or of a writer in this process
 
@@ -288,7 +288,7 @@ class L1Objects:
     def _drop(self, entries: Iterable[Entry]) -> int:
         victims = [entry for entry in entries if not entry.pins]
         for entry in victims:
-            self._evict(entry)
+            self._remove(entry)
         return len(victims)
 
     def _mark(self, keys: Iterable[bytes], held: bool) -> int:
@@ -297,7 +297,7 @@ class L1Objects:
             self._held += held - entry.held
             entry.held = held
             if entry.transient and not held and not entry.pins:
-                self._evict(entry)
+                self._remove(entry)
         return len(found)
 
     def _reservation(self, key: bytes, offset: int, size: int, depth: int, account: str) -> Reservation:
@@ -319,13 +319,17 @@ class L1Objects:
         return entry
 
     def _evict(self, entry: Entry) -> None:
+        """It makes room for others."""
+        self._remove(entry)
+        self.counters.evicted += 1
+
+    def _remove(self, entry: Entry) -> None:
         del self._index[entry.key]
         self._first.pop(entry.key, None)
         self._held -= entry.held
         self._policy.remove(entry.key)
         self._accounts.removed(entry.account)
         self._free(entry)
-        self.counters.evicted += 1
 
     def _free(self, item: Entry | Reservation) -> None:
         self._view.generations[item.offset // PAGE] = 0

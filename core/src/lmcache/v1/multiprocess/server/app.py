@@ -88,7 +88,9 @@ def _gauges(metrics: Metrics, service: Service, lock: threading.Lock) -> None:
     metrics.watch("l1_objects", "objects in L1", read("objects"))
     metrics.watch("l1_read_leases", "read leases held by clients", read("read_leases"))
     metrics.watch("l1_write_leases", "write leases held by clients", read("write_leases"))
-    metrics.watch("l1_evicted", "objects evicted so far", lambda: float(service.l1.counters.evicted))
+    metrics.watch(
+        "l1_evicted", "objects that made room for others so far", lambda: float(service.l1.counters.evicted)
+    )
     metrics.watch(
         "l1_allocation_failure",
         "objects refused for want of room so far",
