@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from lmcache.v1.platform import _device_detect, _registry
+from lmcache.v1.platform import _device_detect, _registry, get_device_spec
 from lmcache.v1.platform._admission import Candidate
 from lmcache.v1.platform._records import ENTRY_POINT, PluginRecord
 from lmcache.v1.platform.base.device_spec import DeviceSpec
@@ -64,3 +67,20 @@ def install_candidates(monkeypatch: pytest.MonkeyPatch, *candidates: Candidate) 
 def install_backends(monkeypatch: pytest.MonkeyPatch, *classes: type[DeviceSpec]) -> None:
     """The same, one wheel per class."""
     install_candidates(monkeypatch, *map(candidate, classes))
+
+
+@contextmanager
+def sim_served_by(backend_name: str, folder: Path, variables: Mapping[str, str]) -> Iterator[None]:
+    """The simulated device is this backend's in this process; its distribution is in ``folder``."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        patch.syspath_prepend(str(folder))
+        _device_detect.reset()
+        try:
+            spec = get_device_spec("sim")
+            assert spec is not None
+            assert spec.backend_name == backend_name
+            yield
+        finally:
+            _device_detect.reset()

@@ -14,6 +14,7 @@ pytest.importorskip("lmcache_hpu._native")
 from hpu_on_sim import distribution
 from test_shapes import Shapes
 
+from helpers.devices import sim_served_by
 from helpers.server import RunningServer, running_server
 from helpers.vllm_caches import (
     MOVED,
@@ -30,7 +31,6 @@ from lmcache.testing.engine import BLOCK, CHUNK
 from lmcache.v1.keys import Scope, chunk_hashes
 from lmcache.v1.multiprocess.transfer_context.layered import LayeredTransfers
 from lmcache.v1.multiprocess.transfer_context.worker_transfer import LoadItem, StoreItem
-from lmcache.v1.platform import _device_detect, get_device_spec
 from lmcache_hpu import runtime
 
 pytestmark = [pytest.mark.torch, pytest.mark.sim]
@@ -45,23 +45,16 @@ def server() -> Iterator[RunningServer]:
 @pytest.fixture
 def served(sim: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The simulated device is the plugin's in this process; the pages that its mover was given, by call."""
-    for name, value in distribution(tmp_path).items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    _device_detect.reset()
-    spec = get_device_spec("sim")
-    assert spec is not None
-    assert spec.backend_name == "hpu-on-sim"
-    mover, calls = runtime.mover(), []
-    whole = mover.move_pages
+    with sim_served_by("hpu-on-sim", tmp_path, distribution(tmp_path)):
+        mover, calls = runtime.mover(), []
+        whole = mover.move_pages
 
-    def seen(pages: Any, *given: Any) -> None:
-        calls.append(len(pages))
-        whole(pages, *given)
+        def seen(pages: Any, *given: Any) -> None:
+            calls.append(len(pages))
+            whole(pages, *given)
 
-    monkeypatch.setattr(mover, "move_pages", seen)
-    yield calls
-    _device_detect.reset()
+        monkeypatch.setattr(mover, "move_pages", seen)
+        yield calls
 
 
 @pytest.fixture

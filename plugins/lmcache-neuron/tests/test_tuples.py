@@ -13,10 +13,10 @@ pytest.importorskip("lmcache_neuron._native")
 
 from neuron_on_sim import distribution
 
+from helpers.devices import sim_served_by
 from helpers.server import RunningServer, running_server
 from helpers.vllm_caches import TUPLES, Make, check_comes_back, making
 from lmcache.testing.engine import CHUNK
-from lmcache.v1.platform import _device_detect, get_device_spec
 
 pytestmark = [pytest.mark.torch, pytest.mark.sim]
 
@@ -28,18 +28,13 @@ def server() -> Iterator[RunningServer]:
 
 
 @pytest.fixture
-def make(sim: Any, server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+def make(sim: Any, server: RunningServer, tmp_path: Path) -> Iterator[Make]:
     """The simulated device is the plugin's in this process."""
-    for name, value in distribution(tmp_path).items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    _device_detect.reset()
-    spec = get_device_spec("sim")
-    assert spec is not None
-    assert spec.backend_name == "neuron-on-sim"
-    with making(server, "sim", "auto") as one:
+    with (
+        sim_served_by("neuron-on-sim", tmp_path, distribution(tmp_path)),
+        making(server, "sim", "auto") as one,
+    ):
         yield one
-    _device_detect.reset()
 
 
 @pytest.mark.parametrize("form", TUPLES)
