@@ -160,7 +160,8 @@ def test_clear_of_an_account_leaves_the_others(cli: Cli, engine: Stranger) -> No
 
 
 def test_an_unknown_tier_is_named_with_those_there_are(cli: Cli) -> None:
-    assert "nvme: expected l1, disk (bad_request)" in cli.fails("kvcache", "clear", "--tier", "nvme", code=1)
+    unknown = cli.fails("kvcache", "clear", "--tier", "l1", "--tier", "nvme", code=1)
+    assert "tier 'nvme': expected one of l1, disk (bad_request)" in unknown
 
 
 # ---- pin, unpin, warm

@@ -304,10 +304,8 @@ class TieredStore:
     def _chosen(self, names: Sequence[str] | None) -> tuple[bool, list[Tier]]:
         if names is None:
             return True, list(self._tiers)
-        unknown = set(names) - {L1_NAME, *self.names}
-        if unknown:
-            raise KeyError(f"{', '.join(sorted(unknown))}: expected {', '.join([L1_NAME, *self.names])}")
-        return L1_NAME in names, [tier for tier in self._tiers if tier.name in names]
+        named = [self._named(name) for name in names if name != L1_NAME]
+        return L1_NAME in names, [tier for tier in self._tiers if tier in named]
 
     def _forget(self, removal: Removal, tiers: Sequence[Tier]) -> None:
         """What is on its way from or to these tiers is not to arrive."""

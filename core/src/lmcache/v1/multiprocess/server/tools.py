@@ -126,7 +126,7 @@ class Tools:
         try:
             cleared = self._store.clear(msg.tiers, msg.account, msg.force)
         except KeyError as exc:
-            raise Refused("bad_request", f"tier {exc.args[0]}") from None
+            raise Refused("bad_request", exc.args[0]) from None
         if cleared.done():
             return _sum(cleared.result())
         cleared.add_done_callback(lambda future: later(_sum(future.result())))
