@@ -10,7 +10,7 @@ import pytest
 
 from helpers.pusher import key_of, put_of
 from helpers.server import dead_port, running_server
-from lmcache.errors import ConfigError
+from lmcache.errors import ConfigError, StartupError
 from lmcache.v1.storage.l2.adapter import AdapterError, Call, Want
 from lmcache.v1.storage.l2.registry import build
 from lmcache.v1.storage.shm_pool import PAGE
@@ -42,7 +42,7 @@ def test_an_option_that_cannot_be_used_is_named_in_one_line(options: dict[str, A
 
 @pytest.mark.skipif(HAS_NIXL, reason="says what happens without NIXL")
 def test_nixl_that_is_asked_for_and_absent_is_an_error_with_its_install_line() -> None:
-    with pytest.raises(ConfigError, match=r"pip install --no-deps nixl-cu12 numpy"):
+    with pytest.raises(StartupError, match=r"pip install --no-deps nixl-cu12 numpy"):
         build({"type": "peer", "address": "127.0.0.1", "transport": "nixl"})
     build({"type": "peer", "address": "127.0.0.1", "transport": "auto"}).close()
 
