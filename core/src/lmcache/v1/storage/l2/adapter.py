@@ -123,6 +123,9 @@ class StorageAdapter(ABC):
     """Rises whenever an engine of our own holds something else than was stored and deleted through us (another
     directory came to its place): :meth:`scan` is asked again then."""
 
+    type_name: str = ""
+    """What an operator asked for it by. Set by LMCache."""
+
     @abstractmethod
     def contains(self, keys: Sequence[bytes], call: Call) -> list[bool]:
         """Whether each object is there. Must not prolong its life."""

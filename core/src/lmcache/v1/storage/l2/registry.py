@@ -107,8 +107,12 @@ def build(spec: Mapping[str, Any], external: Mapping[str, Maker] | None = None) 
     name, external = str(spec.get("type")), external or {}
     options = {key: value for key, value in spec.items() if key != "type"}
     check_type(name, external)
-    if name in external:
-        return external[name](options)
+    adapter = external[name](options) if name in external else _built_in(name, options)
+    adapter.type_name = name
+    return adapter
+
+
+def _built_in(name: str, options: Mapping[str, object]) -> StorageAdapter:
     kind = BUILT_IN[name]
     try:
         module = importlib.import_module(kind.module)

@@ -151,7 +151,7 @@ class Tier:
         usage = self.usage()
         return {
             "name": self.name,
-            "type": type(self.adapter).__name__,
+            "type": self.adapter.type_name or type(self.adapter).__name__,
             "where": self.where,
             "shared": self.shared,
             "sync": self.sync,
