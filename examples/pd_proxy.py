@@ -81,10 +81,14 @@ class Handler(BaseHTTPRequestHandler):
             return
         self.send_response(answer.status)
         self.send_header("Content-Type", answer.getheader("Content-Type", "application/json"))
-        self.end_headers()  # HTTP/1.0: the answer ends with the connection
-        while piece := answer.read1(1 << 16):
-            self.wfile.write(piece)
-            self.wfile.flush()
+        try:
+            with answer:  # closed, decode computes no more for a client that has left
+                self.end_headers()  # HTTP/1.0: the answer ends with the connection
+                while piece := answer.read1(1 << 16):
+                    self.wfile.write(piece)
+                    self.wfile.flush()
+        except (OSError, http.client.HTTPException) as exc:
+            self.log_error("the answer ended early: %s", exc)
 
     def passed_on(self) -> dict[str, str]:
         names = ("Authorization", "Content-Type", "X-Request-Id")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from helpers.server import dead_port
+from helpers.server import dead_port, wait_for
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "pd_proxy.py"
 
@@ -48,6 +49,8 @@ class Bench:
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.status = {"prefill": 200, "decode": 200}
         self.first_piece_read = threading.Event()
+        self.left = threading.Event()
+        """Whoever asked an engine for an answer without end is gone."""
         urls = [end.enter_context(serving(self._engine(name))) for name in ("prefill", "decode")]
         self.proxy = script().Proxy(0, *urls, 20.0)
         self.url = end.enter_context(serving(self.proxy))
@@ -66,7 +69,17 @@ class Bench:
                 self.wfile.flush()
                 if body["stream"]:
                     bench.first_piece_read.wait(20)
+                    if "endless" in body:
+                        self.go_on()
                 self.wfile.write(b"last")
+
+            def go_on(self) -> None:
+                try:
+                    for _ in range(2000):
+                        self.wfile.write(b"more ")
+                        time.sleep(0.01)
+                except OSError:
+                    bench.left.set()
 
             def log_message(self, *_: Any) -> None:
                 return None
@@ -104,6 +117,23 @@ def test_what_decode_streams_arrives_as_it_comes(bench: Bench) -> None:
         bench.first_piece_read.set()
         assert answer.read() == b"last"
     assert bench.asked[0] == ("prefill", BODY | {"max_tokens": 1})
+
+
+def test_a_client_that_leaves_ends_the_request_to_decode_in_one_line(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said: list[str] = []
+
+    def told() -> str:
+        said.append(capsys.readouterr().err)
+        return "".join(said)
+
+    with bench.post(BODY | {"stream": True, "endless": True}) as answer:
+        assert answer.read1(100) == b"first "
+    bench.first_piece_read.set()
+    assert bench.left.wait(20)
+    wait_for(lambda: "the answer ended early: " in told(), what="a line")
+    assert "Traceback" not in told()
 
 
 @pytest.mark.parametrize("dead", [True, False])
