@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache, partial
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -100,17 +100,23 @@ def share(tasks: Sequence[Callable[[], None]], nbytes: int) -> None:
     Args:
         tasks: On the host, independent of each other.
         nbytes: What they move in all.
+
+    Raises:
+        Exception: What a task has raised; none runs any more, but not all need have run.
     """
     threads = min(_threads(), len(tasks)) if nbytes >= _THREADED else 1
     queue = iter(tasks)
-    helpers: list[Future[None]] = [_pool().submit(_run, queue) for _ in range(threads - 1)]
+    helpers: list[Future[None]] = []
     try:
+        for _ in range(threads - 1):
+            helpers.append(_pool().submit(_run, queue))
         _run(queue)
     finally:
         # A helper that has not begun by now has nothing to do (nor will it ever begin, after a fork).
-        for helper in helpers:
-            if not helper.cancel():
-                helper.result()
+        begun = [helper for helper in helpers if not helper.cancel()]
+        wait(begun)  # for all, also if one has failed: what they copy may be freed or used anew after this
+    for helper in begun:
+        helper.result()
 
 
 def _run(queue: Iterator[Callable[[], None]]) -> None:
