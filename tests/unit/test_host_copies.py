@@ -5,10 +5,14 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
 from lmcache.v1.memory import hostcopy
+from lmcache.v1.utils.shared_work import run_together
 
 FORKED = """
 import ctypes, os, signal, threading, time
@@ -52,3 +56,32 @@ def test_every_run_is_copied_whatever_number_of_threads_there_is(
         hostcopy.copy_runs([begin + at for at in offsets], [start + at for at in offsets], [10] * count)
         assert target == source[: 10 * count] + bytes(200 - 10 * count)
     hostcopy._helpers.cache_clear()
+
+
+class _Late(ThreadPoolExecutor):
+    """Has no more threads, but keeps what it was asked."""
+
+    def submit(self, *asked: Any, **kwargs: Any) -> Any:
+        future = super().submit(*asked, **kwargs)
+        raise RuntimeError(f"can't start new thread for {future}")
+
+
+@pytest.mark.parametrize("kind", [ThreadPoolExecutor, _Late])
+def test_a_pool_that_refuses_leaves_all_to_the_caller_and_none_of_it_is_under_way_then(
+    kind: type[ThreadPoolExecutor],
+) -> None:
+    pool, left, done, under_way = kind(1), iter(range(100)), list[int](), set[int]()
+    if kind is ThreadPoolExecutor:
+        pool.shutdown()
+
+    def run() -> None:
+        for number in left:
+            under_way.add(number)
+            time.sleep(0.001)
+            done.append(number)
+            under_way.remove(number)
+
+    run_together(pool, 3, run)
+    assert sorted(done) == list(range(100))
+    assert not under_way
+    pool.shutdown()
