@@ -6,8 +6,11 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from helpers.rig import BLOCK, Rig
@@ -242,3 +245,13 @@ def test_without_a_server_nothing_is_stored_and_loads_fail(make: Callable[..., L
     wants = each.stores()
     each.moves.save("first", wants)
     assert each.moves.end_stores(wants, keep=True) == 0
+
+
+@pytest.mark.parametrize("names", [(), LAYERS[:2], (*LAYERS, "more")])
+def test_pages_that_no_layer_is_named_of_are_refused_and_not_left_out(
+    make: Callable[..., Layered], names: tuple[str, ...]
+) -> None:
+    (group,) = make().context.groups
+    unnamed = replace(group, namespace=msgspec.structs.replace(group.namespace, layers=names))
+    with pytest.raises(LMCacheError, match=rf"{len(names)} names of layers for 3 tensors: expected one each"):
+        LayeredTransfers(SimpleNamespace(groups=[unnamed]))  # type: ignore[arg-type]

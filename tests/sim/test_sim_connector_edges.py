@@ -32,6 +32,7 @@ from lmcache.v1.gpu_connector.gpu_connectors import (  # noqa: E402
     VLLMPagedMemGPUConnectorV2,
     VLLMPagedMemLayerwiseGPUConnector,
 )
+from lmcache.v1.gpu_connector.pages import PagedLayers  # noqa: E402
 from lmcache.v1.memory_management import AdHocMemoryAllocator, MemoryFormat  # noqa: E402
 
 SLOTS = torch.arange(16)
@@ -91,6 +92,28 @@ def test_a_slot_of_the_host_beyond_the_pages_is_refused_and_one_of_the_device_is
         pass
     assert (obj.tensor[:, :, 6:].contiguous().view(torch.uint8) == 7).all()
     assert all((one.tensor[6:].contiguous().view(torch.uint8) == 7).all() for (one,) in objects)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "op"),
+    [(fmt, "multi_layer_kv_transfer") for fmt in (4, 9, 16)]
+    + [(fmt, "multi_layer_kv_transfer_unilateral") for fmt in (4, 9)],
+)
+@pytest.mark.parametrize("padded", [0, 1], ids=["K", "V"])
+def test_addresses_are_not_taken_of_k_or_v_whose_blocks_lie_apart(
+    sim: Any, fmt: int, op: str, padded: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would be read as tight."""
+    monkeypatch.setattr(PagedLayers, "_serves", lambda _, name: name == op)
+    pages = on("sim", pages_of(fmt))
+    places = [(pages[padded], at) for at in range(3)] if fmt != 16 else [(layer, padded) for layer in pages]
+    for parts, at in places:
+        parts[at] = torch.cat([parts[at], parts[at]], 1)[:, : parts[at].shape[1]]
+    obj, v2 = an_object((2, 3, 8, 16)), make(VLLMPagedMemGPUConnectorV2, fmt, False)
+    for call in (v2.from_gpu, v2.to_gpu):
+        with pytest.raises(LayoutError, match="its outermost axis is padded"):
+            call(obj, 0, 8, kvcaches=pages, slot_mapping=SLOTS)
+    assert (obj.raw_tensor == 7).all()
 
 
 @FORMATS

@@ -104,10 +104,12 @@ def test_the_host_process_is_as_it_was(engine: str, tmp_path: Path) -> None:
 
     disk = json.dumps({"type": "disk", "path": str(tmp_path / "disk"), "max_gb": 1})
     config = ServerConfig(l1_size_gb=0.01, l2_adapter=(disk,))
-    with channel_to(
-        embedded_address(engine)
-    ) as tool:  # the process's own ZeroMQ context is there from here on
-        EmbeddedServer(config, engine).close()
+    with channel_to(embedded_address(engine)) as tool:
+        first = EmbeddedServer(config, engine)
+        tool.call(m.Ping(), 5)  # the process's own ZeroMQ context is there from here on
+        tool.reset()
+        first.close()
+        del first
         before = facts()
         server = EmbeddedServer(config, engine)
         tool.reset()

@@ -256,10 +256,15 @@ def test_what_would_be_cached_wrongly_is_refused_by_name(
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("supported", [True, False])
-def test_a_model_whose_pooling_needs_every_token_is_refused(supported: bool) -> None:
+@pytest.mark.parametrize(
+    ("sequence", "token", "supported", "named"),
+    [("LAST", None, True, ""), ("MEAN", None, False, "MEAN"), ("LAST", "STEP", False, "LAST, STEP")],
+)
+def test_a_model_whose_pooling_needs_every_token_is_refused(
+    sequence: str, token: str | None, supported: bool, named: str
+) -> None:
     """vLLM itself gives it no prefix: a mean over the rest is wrong, and ends the engine."""
-    pooler = SimpleNamespace(seq_pooling_type="LAST" if supported else "MEAN")
+    pooler = SimpleNamespace(seq_pooling_type=sequence, tok_pooling_type=token)
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(),
         model_config=SimpleNamespace(pooler_config=pooler, is_prefix_caching_supported=supported),
@@ -268,7 +273,7 @@ def test_a_model_whose_pooling_needs_every_token_is_refused(supported: bool) -> 
     if supported:
         check_supported(config, groups)
         return
-    with pytest.raises(ConfigError, match="MEAN") as refused:
+    with pytest.raises(ConfigError, match=f"pooling {named}:") as refused:
         check_supported(config, groups)
     assert "\n" not in str(refused.value)
 

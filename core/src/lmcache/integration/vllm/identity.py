@@ -38,9 +38,10 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
     model = vllm_config.model_config
     pooler = getattr(model, "pooler_config", None)
     if pooler is not None and not model.is_prefix_caching_supported:
-        kind = getattr(pooler, "seq_pooling_type", None)
+        kinds = [getattr(pooler, f"{of}_pooling_type", None) for of in ("seq", "tok")]
+        named = ", ".join(kind for kind in kinds if kind) or "of this model"
         raise ConfigError(
-            f"pooling {kind}: needs every token of a prompt, so no prefix can be taken from a cache; run this model"
+            f"pooling {named}: needs every token of a prompt, so no prefix can be taken from a cache; run this model"
             " without the connector"
         )
     for group in kv_cache_config.kv_cache_groups:

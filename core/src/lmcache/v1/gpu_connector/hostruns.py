@@ -21,7 +21,7 @@ from lmcache.v1.platform.ops_types import TransferDirection
 from lmcache.v1.platform.torch_ops._hostcopy import share
 from lmcache.v1.platform.torch_ops._planes import Plane, planes_of
 from lmcache.v1.platform.torch_ops._slot_grid import SlotGrid
-from lmcache.v1.utils.memcpy import bytes_at, copy_each, copy_slices
+from lmcache.v1.utils.memcpy import bytes_at, copy_freely, copy_slices, keeps_lock
 
 if TYPE_CHECKING:
     import torch
@@ -160,16 +160,16 @@ class _Alike:
             if layer is None or plane.layer == layer
         ]
         begin, extent = obj.data_ptr() + self._column * size, here[-1] + sizes[-1]
-        if max(sizes) >= _LONG_COPY:
-            for number, at in planes:
-                rows = [begin + at + offset for offset in here]
-                pages = [self._addresses[number] + offset for offset in there]
-                copy_each(*((rows, pages) if way is D2H else (pages, rows)), sizes)
-            return
+        is_long, nbytes = max(sizes) >= _LONG_COPY, sum(sizes)
         tokens = [slice(at, at + length) for at, length in zip(here, sizes, strict=True)]
         slots = [slice(at, at + length) for at, length in zip(there, sizes, strict=True)]
         whole = bytes_at(begin, extent + max(at for _, at in planes))
         for number, at in planes:
+            if is_long or not keeps_lock(nbytes):
+                rows = [begin + at + offset for offset in here]
+                pages = [self._addresses[number] + offset for offset in there]
+                copy_freely(*((rows, pages) if way is D2H else (pages, rows)), sizes)
+                continue
             mine, page = whole[at : at + extent], self._views[number]
             if way is D2H:
                 copy_slices(mine, tokens, page, slots)

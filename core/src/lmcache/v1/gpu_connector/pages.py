@@ -124,8 +124,9 @@ class PagedLayers:
         more: tuple[int, ...] = ()
         if takes_pointers:
             self._check_object(obj)
-        if takes_pointers and name == _ALL:
-            more = (self.block_size, self._head_size, 0, self._block_stride)
+            stride = self._block_stride
+            if name == _ALL:
+                more = (self.block_size, self._head_size, 0, stride)
         paged = self._pointers if takes_pointers else nested
         call(obj, paged, slots.tensor, self.device, self.num_slots, int(way), row.id, *more)
 
@@ -280,12 +281,13 @@ class PagedLayers:
 
     @cached_property
     def _block_stride(self) -> int:
-        """Elements between blocks; 0 where the layout says it.
+        """Elements between blocks; 0 where the layout says it, as all do that have K and V in two tensors.
 
         Raises:
             LayoutError: The op takes addresses, and they cannot say how these pages lie.
         """
-        return block_stride_elems(self.row, self._layers[0][0])
+        strides = [block_stride_elems(self.row, tensor) for tensor in self._layers[0]]
+        return strides[0]
 
     @property
     def _planes(self) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 
 from lmcache.v1.utils.memcpy import copy_each
+from lmcache.v1.utils.shared_work import run_together
 
 _THREADED_BYTES = 32 << 20
 _MAX_THREADS = 4
@@ -31,7 +32,9 @@ def copy_runs(dst: Sequence[int], src: Sequence[int], sizes: Sequence[int]) -> N
         return
     step = -(-len(dst) // threads)
     parts = [slice(at, at + step) for at in range(0, len(dst), step)]
-    rest = [pool.submit(copy_each, dst[part], src[part], sizes[part]) for part in parts[1:]]
-    copy_each(dst[parts[0]], src[parts[0]], sizes[parts[0]])
-    for future in rest:
-        future.result()
+    run_together(pool, threads - 1, partial(_copy, dst, src, sizes, iter(parts)))
+
+
+def _copy(dst: Sequence[int], src: Sequence[int], sizes: Sequence[int], parts: Iterator[slice]) -> None:
+    for part in parts:
+        copy_each(dst[part], src[part], sizes[part])

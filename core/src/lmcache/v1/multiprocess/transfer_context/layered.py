@@ -65,11 +65,20 @@ class LayeredTransfers:
 
     Args:
         context: This worker's; stays the caller's.
+
+    Raises:
+        LMCacheError: The group's namespace does not name the layer of each of its tensors.
     """
 
     def __init__(self, context: EngineDrivenTransferContext) -> None:
         self._context = context
-        self._parts = _parts(context.groups[0].namespace.layers)
+        namespace = context.groups[0].namespace
+        if len(namespace.layers) != len(namespace.page_bytes):
+            raise LMCacheError(
+                f"{len(namespace.layers)} names of layers for {len(namespace.page_bytes)} tensors: expected one each,"
+                " or what is not named would not be moved"
+            )
+        self._parts = _parts(namespace.layers)
         self._beside = Beside(context.groups[0])
         self._thread = ThreadPoolExecutor(1, "lmcache-layers")
         self._loads: _Loads | None = None

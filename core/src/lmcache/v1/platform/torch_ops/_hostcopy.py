@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from lmcache.v1.platform.torch_ops._host_jobs import Job, jobs_of
 from lmcache.v1.platform.torch_ops._paged import PlaneGroup
 from lmcache.v1.platform.torch_ops._spans import Span
+from lmcache.v1.utils.shared_work import run_together
 
 if TYPE_CHECKING:
     import torch
@@ -100,17 +101,12 @@ def share(tasks: Sequence[Callable[[], None]], nbytes: int) -> None:
     Args:
         tasks: On the host, independent of each other.
         nbytes: What they move in all.
+
+    Raises:
+        Exception: What a task has raised; none runs any more, but not all need have run.
     """
     threads = min(_threads(), len(tasks)) if nbytes >= _THREADED else 1
-    queue = iter(tasks)
-    helpers: list[Future[None]] = [_pool().submit(_run, queue) for _ in range(threads - 1)]
-    try:
-        _run(queue)
-    finally:
-        # A helper that has not begun by now has nothing to do (nor will it ever begin, after a fork).
-        for helper in helpers:
-            if not helper.cancel():
-                helper.result()
+    run_together(_pool(), threads - 1, partial(_run, iter(tasks)))
 
 
 def _run(queue: Iterator[Callable[[], None]]) -> None:
