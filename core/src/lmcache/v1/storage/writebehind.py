@@ -74,9 +74,12 @@ class _Lane:
 
     @property
     def blocked(self) -> bool:
-        """Whether what waits has to go on waiting: it was published after something that is still to be deleted, and
-        would go with it."""
-        return bool(self.undo) or bool(self.tier.removals)
+        """Whether the first of what waits has to go on waiting, and the rest with it, in order: it was published after
+        one of its key that is still to be deleted, and would go with that."""
+        if not self.waiting:
+            return False
+        entry = self.waiting[0].entry
+        return entry.key in self.undo or self.tier.removals.cover(entry.key, entry.account)
 
     def lacks(self, entry: Entry) -> bool:
         """Whether an object is to be written, and is not on its way yet."""
@@ -177,6 +180,7 @@ class WriteBehind:
             for key, item in lane.pending.items():
                 if key not in waits and removal.covers(key, item.entry.account):
                     lane.undo[key] = item
+            self._kick(lane)  # what is first now may go, unlike what was
         self._tell_soon(ended)
 
     def waiting(self, tier: Tier) -> dict[str, int]:
@@ -245,8 +249,9 @@ class WriteBehind:
             with self._lock:
                 begun = True
                 lane.jobs -= 1
-                while lane.waiting and len(batch) < lane.tier.batch and not lane.undo:
-                    if not lane.tier.removals.admits(lane.waiting[0].entry.key):
+                while lane.waiting and len(batch) < lane.tier.batch:
+                    entry = lane.waiting[0].entry
+                    if entry.key in lane.undo or not lane.tier.removals.admits(entry.key, entry.account):
                         break
                     batch.append(lane.waiting.popleft())
                 pinned.extend(batch)

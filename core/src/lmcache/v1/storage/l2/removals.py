@@ -65,11 +65,11 @@ class Removals:
         """Whether an object of this key and account is about to go."""
         return any(one.covers(key, account) for one in self._open)
 
-    def admits(self, key: bytes) -> bool:
-        """Whether an object may be written now: nothing is to go that was there before it. It then is being written
-        until :meth:`returned`."""
+    def admits(self, key: bytes, account: str) -> bool:
+        """Whether an object may be written now: it would not go with what was there before it. It then is being
+        written until :meth:`returned`."""
         with self._mutex:
-            if self._open:
+            if self.cover(key, account):
                 return False
             self._writing.add(key)
             for anew in self._watching.values():

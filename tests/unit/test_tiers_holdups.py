@@ -1,0 +1,75 @@
+"""What hangs, fails or is taken back in a tier holds up no write for longer than it must."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from helpers.tiers import Store, held, key, until
+from lmcache.v1.storage.l2.fault import FaultAdapter, FaultOptions
+
+
+class SlowDeletions(FaultAdapter):
+    """Deletions of what is named wait at a gate."""
+
+    def __init__(self, *names: str, **options: object) -> None:
+        super().__init__(FaultOptions(**{"threads": 4, "batch": 1, **options}))  # type: ignore[arg-type]
+        self.slow = {key(name) for name in names}
+        self.gate = threading.Event()
+        self.waiting = 0
+
+    def delete(self, keys, call):  # type: ignore[no-untyped-def]
+        if self.slow.intersection(keys):
+            self.waiting += 1
+            assert self.gate.wait(20)
+        return super().delete(keys, call)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
+def test_a_deletion_that_takes_long_holds_up_no_write_of_anything_else(shared: bool) -> None:
+    tier = SlowDeletions("a", shared=shared)
+    store = Store(tier)
+    store.put("a")
+    assert store.flush(10.0)
+    with store.lock:
+        gone = store.delete([key("a")])
+    assert until(lambda: tier.waiting == 1)
+    store.put("b", "c")
+    assert store.flush(10.0)
+    assert held(tier) == {"a", "b", "c"}
+    tier.gate.set()
+    assert gone.result(10.0)["t0"] == 1
+    assert held(tier) == {"b", "c"}
+    store.close(5.0)
+
+
+def test_a_deletion_that_hangs_holds_up_what_is_stored_anew_no_longer_than_its_deadline() -> None:
+    tier = SlowDeletions("a")
+    store = Store(tier, store_seconds=0.2, breaker_seconds=60.0)
+    store.put("a")
+    assert store.flush(10.0)
+    with store.lock:
+        gone = store.delete([key("a")])
+    assert until(lambda: tier.waiting == 1)
+    store.put("a")
+    assert gone.result(10.0)["t0"] == -1
+    assert store.flush(5.0)
+    assert until(store.nothing_is_taken)
+    tier.gate.set()
+    store.close(5.0)
+
+
+def test_at_the_end_a_deletion_that_hangs_keeps_no_memory_of_what_waits_for_it() -> None:
+    tier = SlowDeletions("a")
+    store = Store(tier)
+    store.put("a")
+    assert store.flush(10.0)
+    with store.lock:
+        gone = store.delete([key("a")])
+    assert until(lambda: tier.waiting == 1)
+    store.put("a")
+    store.close(0.3)
+    tier.gate.set()
+    assert gone.result(10.0)["t0"] == 1
+    assert until(store.nothing_is_taken)
