@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from helpers.tiers import Store, held, key, until
+from helpers.tiers import Store, held, key, memory, until
 from lmcache.v1.storage.l2.fault import FaultAdapter, FaultOptions
 
 
@@ -73,3 +73,17 @@ def test_at_the_end_a_deletion_that_hangs_keeps_no_memory_of_what_waits_for_it()
     tier.gate.set()
     assert gone.result(10.0)["t0"] == 1
     assert until(store.nothing_is_taken)
+
+
+def test_what_waits_behind_a_store_that_hangs_is_given_up_with_it() -> None:
+    """Else it pins L1 until somebody stores again, and whoever flushes waits for nothing."""
+    tier = memory(threads=1, batch=1)
+    tier.set(hang=1.0, hang_seconds=60.0, on=("store",))
+    store = Store(tier, store_seconds=0.2, breaker_seconds=60.0)
+    store.put("a", "b", "c")
+    assert until(lambda: store.status()[0]["overdue"] == 1)
+    assert store.flush(5.0)
+    assert store.status()[0]["dropped"] == 2
+    tier.release()
+    assert until(store.nothing_is_taken)
+    store.close(5.0)

@@ -272,6 +272,8 @@ class WriteBehind:
                     ended += self._over(lane, item, has)
                 if job.returned:  # at once, so that nothing is pinned when the last write is over
                     unpin()
+                else:  # what waits is not to wait for a call that hangs
+                    self._kick(lane)
                 undo = [item.entry.key for item in batch if lane.undo.get(item.entry.key) is item]
                 removal = Removal.of(undo)
                 if undo:
