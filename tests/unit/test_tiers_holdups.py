@@ -87,3 +87,19 @@ def test_what_waits_behind_a_store_that_hangs_is_given_up_with_it() -> None:
     tier.release()
     assert until(store.nothing_is_taken)
     store.close(5.0)
+
+
+def test_a_deletion_whose_answer_nobody_wants_any_more_holds_up_nothing() -> None:
+    tier = SlowDeletions("a")
+    store = Store(tier)
+    store.put("a")
+    assert store.flush(10.0)
+    with store.lock:
+        gone = store.delete([key("a")])
+    assert until(lambda: tier.waiting == 1)
+    store.put("a")
+    gone.cancel()
+    tier.gate.set()
+    assert store.flush(5.0)
+    assert held(tier) == {"a"}
+    store.close(5.0)

@@ -323,6 +323,7 @@ class TieredStore:
     ) -> Future[dict[str, int]]:
         """Have every tier do ``act`` for a removal, in a thread of its own; ``counts`` gets the numbers."""
         future: Future[dict[str, int]] = Future()
+        future.set_running_or_notify_cancel()  # whoever loses interest stops nothing
         left = len(tiers)
         mutex = threading.Lock()
 

@@ -366,8 +366,10 @@ class Tier:
 
         def over(count: int | None) -> None:
             self.removals.end(removal)
-            end(count)
-            self.on_removed()
+            try:
+                end(count)
+            finally:
+                self.on_removed()
 
         return self.workers.submit(Job("write", self.store_seconds, act, over))
 
