@@ -120,15 +120,18 @@ class TierAccounts:
         quota = books.quota(account)
         return quota is not None and books.used(account) + one.item.taken > quota
 
-    def trim(self, call: Call) -> None:
-        """Evict what accounts have beyond their quotas, which may be newer than what they have."""
-        books = self.books
+    def trim(self, call: Call) -> bool:
+        """Evict what accounts have beyond their quotas, which may be newer than what they have; whether another call
+        would get further."""
+        books, went = self.books, False
         if books is None:
-            return
+            return False
         for account in books.over():
-            quota = books.quota(account)
+            quota, used = books.quota(account), books.used(account)
             if quota is not None:
-                self._drop(books.used(account) - quota, (), account, call)
+                self._drop(used - quota, (), account, call)
+                went = went or books.used(account) < used
+        return went and self.over
 
     def _used(self, account: str) -> int:
         books = self.books  # others than before, if another directory came to its place

@@ -202,14 +202,19 @@ class Tier:
 
     def _trim_later(self) -> None:
         if self._accounts is not None and self._accounts.over:
-            self.workers.submit(Job("write", self.store_seconds, self._trim, lambda _: None))
+            self.workers.submit(Job("write", self.store_seconds, self._trim, self._trimmed))
 
-    def _trim(self, call: Call) -> None:
-        if self._accounts is not None and self._evicting.acquire(timeout=call.remaining):
-            try:
-                self._accounts.trim(call)
-            finally:
-                self._evicting.release()
+    def _trimmed(self, more: bool | None) -> None:
+        if more:
+            self._trim_later()
+
+    def _trim(self, call: Call) -> bool:
+        if self._accounts is None or not self._evicting.acquire(timeout=call.remaining):
+            return False
+        try:
+            return self._accounts.trim(call)
+        finally:
+            self._evicting.release()
 
     # ---- in the tier's threads
 
