@@ -66,10 +66,10 @@ class TierAccounts:
             return None
         return books if isinstance(books, Accounts) else None
 
-    def usage(self) -> dict[str, AccountUsage]:
-        """Of every account that has something there, or a quota."""
+    def usage(self, limited: bool = False) -> dict[str, AccountUsage]:
+        """Of every account that has something there, or a quota; ``limited``: only of those with a quota."""
         books = self.books
-        return {} if books is None else books.usage()
+        return {} if books is None else books.usage(limited)
 
     @property
     def over(self) -> bool:

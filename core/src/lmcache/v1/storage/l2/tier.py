@@ -147,7 +147,7 @@ class Tier:
         return usage if self.index is None else usage._replace(objects=len(self.index))
 
     def status(self) -> dict[str, Any]:
-        """For people and metrics. Does no I/O."""
+        """For people and metrics, without accounts. Does no I/O."""
         usage = self.usage()
         return {
             "name": self.name,
@@ -159,16 +159,15 @@ class Tier:
             "objects": usage.objects,
             "used_bytes": usage.used_bytes,
             "capacity_bytes": usage.capacity_bytes,
-            "accounts": self._accounts_state(),
             **self.workers.figures(),
             **asdict(self.counters),
         }
 
     # ---- accounts
 
-    def accounts(self) -> dict[str, AccountUsage]:
-        """What each account has there, and may; nobody where that is not known."""
-        return {} if self._accounts is None else self._accounts.usage()
+    def accounts(self, limited: bool = False) -> dict[str, AccountUsage]:
+        """What each account has there, and may; nobody where that is not known. ``limited``: only who has a quota."""
+        return {} if self._accounts is None else self._accounts.usage(limited)
 
     def set_quota(self, account: str, nbytes: int | None) -> None:
         """Limit an account; None: no limit. What it has beyond goes soon.
@@ -187,7 +186,8 @@ class Tier:
         books.set_quota(account, nbytes)
         self._trim_later()
 
-    def _accounts_state(self) -> list[dict[str, Any]] | None:
+    def accounts_state(self) -> list[dict[str, Any]] | None:
+        """The same for people; None: not known."""
         if self._accounts is None or self._accounts.books is None:
             return None
         return [
