@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
+from pathlib import Path
 
 import pytest
 
+from helpers.stored import disk
 from helpers.tiers import Store, held, key, memory, until
 from lmcache.v1.storage.l2.fault import FaultAdapter, FaultOptions
 
@@ -102,4 +105,34 @@ def test_a_deletion_whose_answer_nobody_wants_any_more_holds_up_nothing() -> Non
     tier.gate.set()
     assert store.flush(5.0)
     assert held(tier) == {"a"}
+    store.close(5.0)
+
+
+def test_a_quota_that_takes_long_to_come_down_to_costs_no_write(tmp_path: Path) -> None:
+    adapter = disk(tmp_path)
+    delete = adapter.delete
+
+    def slow(keys, call):  # type: ignore[no-untyped-def]
+        gone = []
+        for one in keys:
+            time.sleep(0 if call.over else 0.02)
+            gone += delete([one], call)
+        return gone
+
+    adapter.delete = slow  # type: ignore[method-assign]
+    store = Store(adapter, store_seconds=1.5)
+    for batch in range(4):
+        store.put(*[f"{batch}-{n}" for n in range(40)], account="mine")
+        assert store.flush(10.0)
+        store.forget()
+    with store.lock:
+        store.set_quota("mine", 0, "t0")
+    for n in range(20):
+        store.put(f"theirs-{n}")
+        time.sleep(0.02)
+    assert store.flush(10.0)
+    assert until(lambda: store._tiers[0].accounts()["mine"].objects == 0)
+    (status,) = store.status()
+    assert (status["failed"], status["overdue"]) == (0, 0)
+    assert status["objects"] == 20
     store.close(5.0)

@@ -302,3 +302,28 @@ def test_what_is_stored_again_on_its_way_down_is_not_taken_for_being_there() -> 
     store.put("b", "c", "d")
     assert (store.in_l1("older"), store.in_l1("a")) == (0, 1)
     store.close(5.0)
+
+
+# ---- what goes for want of room
+
+
+def test_what_is_stored_anew_while_the_tier_evicts_it_is_there_after_that() -> None:
+    tier = Gated(shared=False)
+    store = Store(tier)
+    store.put("a")
+    store.put("b", "c")
+    assert store.flush(10.0)
+    store.forget()
+    tier.set(capacity=tier.usage().used_bytes)
+    tier.shut("delete")
+    store.put("d")
+    assert until(lambda: tier.came["delete"] == 1), "room is made for it"
+    store.put("a")
+    assert store.status()[0]["queued_objects"] == 2
+    tier.open("delete")
+    assert store.flush(10.0)
+    assert until(lambda: not store._tiers[0].removals)
+    known = {name for name in "abcd" if store.known("t0", key(name))}
+    assert known == held(tier)
+    assert "a" in known
+    store.close(5.0)

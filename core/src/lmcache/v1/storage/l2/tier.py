@@ -40,6 +40,8 @@ _PROBE_KEY = bytes(64)
 _WATERMARK, _EVICT_TO = 0.95, 0.90
 """Of an owned engine's capacity: where eviction begins and where it stops."""
 _EVICT_BATCH = 64
+_TRIM_SECONDS, _TRIM_SHARE = 1.0, 0.25
+"""So long at a time, and so much of a call's time at most, accounts are trimmed: stores wait for the end of that."""
 _QUARANTINE_LOG_SECONDS = 60.0
 _CLOSE_SECONDS = 1.0
 """An adapter gets at least so long to close."""
@@ -212,7 +214,7 @@ class Tier:
         if self._accounts is None or not self._evicting.acquire(timeout=call.remaining):
             return False
         try:
-            return self._accounts.trim(call)
+            return self._accounts.trim(Call(min(_TRIM_SECONDS, call.remaining * _TRIM_SHARE)))
         finally:
             self._evicting.release()
 
