@@ -242,6 +242,8 @@ class WriteBehind:
     def _job(self, lane: _Lane) -> Job:
         batch: list[_Object] = []
         pinned: list[_Object] = []
+        late: list[bytes] = []
+        """Deleted while a call hung, which may store them yet."""
         begun = False
 
         def start() -> bool:
@@ -275,6 +277,7 @@ class WriteBehind:
                 else:  # what waits is not to wait for a call that hangs
                     self._kick(lane)
                 undo = [item.entry.key for item in batch if lane.undo.get(item.entry.key) is item]
+                late.extend(() if job.returned else undo)
                 removal = Removal.of(undo)
                 if undo:
                     lane.tier.removals.begin(removal)  # before the next write may begin
@@ -299,6 +302,8 @@ class WriteBehind:
             with self._lock:
                 unpin()
                 self._kick(lane)
+            if late:
+                lane.tier.delete_later(late)
 
         job = Job("write", lane.tier.store_seconds, run, end, start, let_go)
         return job

@@ -37,6 +37,7 @@ class Removals:
     def __init__(self) -> None:
         self._mutex = threading.Lock()
         self._open: tuple[Removal, ...] = ()
+        self._owed: set[bytes] = set()
         self._writing: set[bytes] = set()
         self._watching: dict[int, set[bytes]] = {}
         """For each load under way, by the id of the set: what was being written when it began, or since."""
@@ -60,6 +61,17 @@ class Removals:
     def end(self, removal: Removal) -> None:
         with self._mutex:
             self._open = tuple(one for one in self._open if one is not removal)
+
+    def owe(self, keys: Iterable[bytes]) -> None:
+        """These could not be removed, and are to be another time."""
+        with self._mutex:
+            self._owed.update(keys)
+
+    def owed(self) -> list[bytes]:
+        """What is owed, for whoever removes it now."""
+        with self._mutex:
+            keys, self._owed = list(self._owed), set()
+        return keys
 
     def cover(self, key: bytes, account: str) -> bool:
         """Whether an object of this key and account is about to go."""

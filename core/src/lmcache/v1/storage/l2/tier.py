@@ -350,9 +350,22 @@ class Tier:
 
     # ---- jobs of its own
 
-    def delete_later(self, keys: Sequence[bytes]) -> bool:
-        """Delete in a thread of the tier. False: refused."""
-        return self.remove_later(Removal.of(keys), lambda call: self.delete(keys, call), lambda _: None)
+    def delete_later(self, keys: Sequence[bytes]) -> None:
+        """Delete in a thread of the tier; where that fails, when it is well again."""
+
+        def end(count: int | None) -> None:
+            if count is None:
+                self.removals.owe(keys)
+
+        if not self.remove_later(Removal.of(keys), lambda call: self.delete(keys, call), end):
+            self.removals.owe(keys)
+            self.on_removed()
+            if self.workers.usable("write"):  # by now
+                self._delete_owed()
+
+    def _delete_owed(self) -> None:
+        if keys := self.removals.owed():
+            self.delete_later(keys)
 
     def remove_later(
         self, removal: Removal, act: Callable[[Call], int], end: Callable[[int | None], None]
@@ -458,6 +471,7 @@ class Tier:
         self._observe("tier_state", {"tier": self.name, "state": state})
         if state == "up":
             self._trim_later()
+            self._delete_owed()
             logger.info("tier %s (%s): is well again", self.name, self.where)
         elif was == "up":
             logger.warning(
