@@ -123,6 +123,9 @@ class TieredStore:
                     observe, (policies or {}).get(name),
                 )  # fmt: skip
             except Exception as exc:  # a plugin's may be anything
+                for made in self._tiers:
+                    made.workers.close(0)
+                self._clock.close()
                 text = reason(f"{type(exc).__name__}: {exc}")
                 raise StartupError(f"tier {name}: it cannot be set up ({text})") from exc
             self._tiers.append(tier)
