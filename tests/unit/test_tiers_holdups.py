@@ -10,6 +10,7 @@ import pytest
 
 from helpers.stored import disk
 from helpers.tiers import Store, held, key, memory, until
+from lmcache.v1.storage.l2.adapter import StorageAdapter
 from lmcache.v1.storage.l2.fault import FaultAdapter, FaultOptions
 
 
@@ -108,8 +109,9 @@ def test_a_deletion_whose_answer_nobody_wants_any_more_holds_up_nothing() -> Non
     store.close(5.0)
 
 
-def test_a_quota_that_takes_long_to_come_down_to_costs_no_write(tmp_path: Path) -> None:
-    adapter = disk(tmp_path)
+def with_slow_deletions(path: Path, **options: float) -> StorageAdapter:
+    """A disk that takes 20 ms to delete an object."""
+    adapter = disk(path, **options)
     delete = adapter.delete
 
     def slow(keys, call):  # type: ignore[no-untyped-def]
@@ -120,11 +122,19 @@ def test_a_quota_that_takes_long_to_come_down_to_costs_no_write(tmp_path: Path) 
         return gone
 
     adapter.delete = slow  # type: ignore[method-assign]
-    store = Store(adapter, store_seconds=1.5)
-    for batch in range(4):
-        store.put(*[f"{batch}-{n}" for n in range(40)], account="mine")
+    return adapter
+
+
+def fill(store: Store, objects: int, account: str = "") -> None:
+    for first in range(0, objects, 40):
+        store.put(*[f"old-{n}" for n in range(first, min(first + 40, objects))], account=account)
         assert store.flush(10.0)
         store.forget()
+
+
+def test_a_quota_that_takes_long_to_come_down_to_costs_no_write(tmp_path: Path) -> None:
+    store = Store(with_slow_deletions(tmp_path), store_seconds=1.5)
+    fill(store, 160, "mine")
     with store.lock:
         store.set_quota("mine", 0, "t0")
     for n in range(20):
@@ -135,4 +145,32 @@ def test_a_quota_that_takes_long_to_come_down_to_costs_no_write(tmp_path: Path) 
     (status,) = store.status()
     assert (status["failed"], status["overdue"]) == (0, 0)
     assert status["objects"] == 20
+    store.close(5.0)
+
+
+def test_room_that_takes_long_to_make_costs_no_write(tmp_path: Path) -> None:
+    """More goes at once than is needed now; that is not to be waited for."""
+    taken, objects = 8192, 2400
+    store = Store(with_slow_deletions(tmp_path, max_gb=taken * objects / 2**30), store_seconds=1.5)
+    fill(store, int(objects * 0.95))
+    for n in range(20):
+        store.put(f"new-{n}")
+        time.sleep(0.02)
+    assert store.flush(10.0)
+    (status,) = store.status()
+    assert (status["failed"], status["overdue"]) == (0, 0)
+    assert status["evicted"] > 0
+    store.close(5.0)
+
+
+def test_room_in_an_account_that_takes_long_to_make_costs_no_write(tmp_path: Path) -> None:
+    store = Store(with_slow_deletions(tmp_path), store_seconds=1.5)
+    fill(store, 1000, "mine")
+    with store.lock:
+        store.set_quota("mine", 8192 * 1000, "t0")
+    store.put("new", account="mine")
+    assert store.flush(10.0)
+    (status,) = store.status()
+    assert (status["failed"], status["over_quota"], status["overdue"]) == (0, 0, 0)
+    assert store.known("t0", key("new"))
     store.close(5.0)

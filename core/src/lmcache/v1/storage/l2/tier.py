@@ -22,7 +22,7 @@ from lmcache.v1.storage.eviction import LRU, EvictionPolicy
 from lmcache.v1.storage.l2 import envelope
 from lmcache.v1.storage.l2.adapter import AdapterError, AdapterFull, Call, Put, StorageAdapter, Usage, Want
 from lmcache.v1.storage.l2.clock import Clock
-from lmcache.v1.storage.l2.quotas import Coming, TierAccounts, coming
+from lmcache.v1.storage.l2.quotas import Coming, TierAccounts, coming, part_of
 from lmcache.v1.storage.l2.remote import reason
 from lmcache.v1.storage.l2.removals import Removal, Removals
 from lmcache.v1.storage.l2.tier_index import TierIndex
@@ -39,9 +39,7 @@ _PROBE_KEY = bytes(64)
 """A key that no object has: asked for to see whether the engine answers."""
 _WATERMARK, _EVICT_TO = 0.95, 0.90
 """Of an owned engine's capacity: where eviction begins and where it stops."""
-_EVICT_BATCH = 64
-_TRIM_SECONDS, _TRIM_SHARE = 1.0, 0.25
-"""So long at a time, and so much of a call's time at most, accounts are trimmed: stores wait for the end of that."""
+_EVICT_BATCH = 16
 _QUARANTINE_LOG_SECONDS = 60.0
 _CLOSE_SECONDS = 1.0
 """An adapter gets at least so long to close."""
@@ -214,7 +212,7 @@ class Tier:
         if self._accounts is None or not self._evicting.acquire(timeout=call.remaining):
             return False
         try:
-            return self._accounts.trim(Call(min(_TRIM_SECONDS, call.remaining * _TRIM_SHARE)))
+            return self._accounts.trim(call)
         finally:
             self._evicting.release()
 
@@ -296,7 +294,7 @@ class Tier:
             return [bool(answer) for answer in self._answers(self.adapter.store(puts, call), puts, "store")]
         except AdapterFull as exc:
             warn_once(logger, f"full:{self.name}", "tier %s is full before its time: %s", self.name, exc)
-            self._make_way(self._need(new), {put.key for put in puts}, call)
+            self._make_way(self._need(new), {put.key for put in puts}, call, call)
             return [False] * len(puts)
 
     def _count_stored(self, objects: Sequence[Put], stored: Sequence[bool], over_quota: int) -> None:
@@ -429,18 +427,19 @@ class Tier:
             used, _, capacity = self.usage()
             if capacity > 0 and used + need > capacity * _WATERMARK:
                 without = {one.put.key for one in objects}
-                self._make_way(used + need - int(capacity * _EVICT_TO), without, call)
+                self._make_way(used + need - int(capacity * _EVICT_TO), without, call, part_of(call))
+                self._make_way(self.usage().used_bytes + need - capacity, without, call, call)
             return fits
         finally:
             self._evicting.release()
 
-    def _make_way(self, nbytes: int, without: set[bytes], call: Call) -> None:
+    def _make_way(self, nbytes: int, without: set[bytes], call: Call, until: Call) -> None:
         if self.index is not None:
-            self._evict(self.index.victims(nbytes, without), call)
+            self._evict(self.index.victims(nbytes, without), call, until)
 
-    def _evict(self, victims: Sequence[bytes], call: Call) -> None:
+    def _evict(self, victims: Sequence[bytes], call: Call, until: Call) -> None:
         for at in range(0, len(victims), _EVICT_BATCH):
-            if not call.over:
+            if not (call.over or until.over):
                 self.count(evicted=self.delete(victims[at : at + _EVICT_BATCH], call))
 
     def _probe(self, call: Call) -> None:
