@@ -40,6 +40,7 @@ _PROBE_KEY = bytes(64)
 _WATERMARK, _EVICT_TO = 0.95, 0.90
 """Of an owned engine's capacity: where eviction begins and where it stops."""
 _EVICT_BATCH = 16
+_TURN_SECONDS = 0.1
 _QUARANTINE_LOG_SECONDS = 60.0
 _CLOSE_SECONDS = 1.0
 """An adapter gets at least so long to close."""
@@ -107,6 +108,7 @@ class Tier:
         self._scans = adapter.scans
         self._counting = threading.Lock()
         self._observe = observe
+        self._clock = clock
         self._evicting = threading.Lock()
         self._said = float("-inf")
         self._state = "up"
@@ -205,8 +207,8 @@ class Tier:
             self.workers.submit(Job("write", self.store_seconds, self._trim, self._trimmed))
 
     def _trimmed(self, more: bool | None) -> None:
-        if more:
-            self._trim_later()
+        if more:  # a lock is not fair: stores that wait for it go first
+            self._clock.after(_TURN_SECONDS, self._trim_later)
 
     def _trim(self, call: Call) -> bool:
         if self._accounts is None or not self._evicting.acquire(timeout=call.remaining):
