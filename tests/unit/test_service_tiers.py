@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,12 @@ from helpers.held_tier import HeldTier, served
 from helpers.local import LocalServer
 from helpers.server import wait_for
 from helpers.sessions import GROUP, HASHES, JOINED, LEASES, SIZE, Peer
+from helpers.stored import disk
+from helpers.tiers import Store
+from lmcache.v1.multiprocess.server.app import _gauges
+from lmcache.v1.multiprocess.server.metrics import Metrics
 from lmcache.v1.protocol import messages as m
+from lmcache.v1.storage.accounts import Accounts
 
 PATIENT = 20.0
 
@@ -328,3 +335,36 @@ def test_concurrent_clients_find_every_store_that_was_acknowledged(
         thread.join(60)
     assert faults == []
     assert len(stored) == 160
+
+
+# ---- metrics
+
+
+def test_a_scrape_looks_at_accounts_with_a_limit_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the server's lock, and of accounts without a limit there may be a hundred thousand."""
+    store = Store(disk(tmp_path))
+    for account in ("some", "more", "mine"):
+        store.put(f"of-{account}", account=account)
+    assert store.flush(PATIENT)
+    with store.lock:
+        for tier in ("l1", "t0"):
+            store.set_quota("mine", 1 << 20, tier)
+    looked = set[str]()
+    used = Accounts.used
+    monkeypatch.setattr(
+        Accounts, "used", lambda books, account: [looked.add(account), used(books, account)][1]
+    )
+    service: Any = SimpleNamespace(store=store, l1=store.l1, sessions=SimpleNamespace(by_id={}))
+    metrics = Metrics()
+    _gauges(metrics, service, store.lock)
+    limits = {
+        (sample.labels["tier"], sample.labels["account"]): sample.value
+        for family in metrics.registry.collect()
+        for sample in family.samples
+        if sample.name == "lmcache_mp_account_limit_bytes"
+    }
+    assert limits == {("l1", "mine"): 1 << 20, ("t0", "mine"): 1 << 20}
+    assert looked == {"mine"}
+    store.close(5.0)

@@ -236,6 +236,23 @@ def test_what_could_not_go_while_the_disk_was_away_goes_when_it_is_back(tmp_path
         assert until(lambda: tier.used() == {"mine": 1})
 
 
+def test_a_quota_below_what_one_call_can_remove_is_kept_all_the_same(tmp_path: Path) -> None:
+    """Else what is too much would stay until the account stores again."""
+    with shelf(tmp_path) as tier:
+        tier.put("mine", *range(6))
+        tier.put("theirs", *range(10, 14))
+        delete, fresh = tier.adapter.delete, call
+
+        def slow(keys: Any, call: Any) -> list[bool]:
+            call.cancel()  # as if its time were over by then
+            return delete(keys[:1], fresh()) + [False] * (len(keys) - 1)
+
+        tier.adapter.delete = slow  # type: ignore[method-assign]
+        tier.tier.set_quota("mine", TAKEN)
+        tier.tier.set_quota("theirs", 2 * TAKEN)
+        assert until(lambda: tier.used() == {"mine": 1, "theirs": 2})
+
+
 @given(
     story=st.lists(
         st.tuples(

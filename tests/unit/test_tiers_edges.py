@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+from pathlib import Path
+
 import pytest
 
+from helpers.stored import disk
 from helpers.tiers import Store, held, key, memory, until
 from lmcache.errors import ConfigError, StartupError
 from lmcache.v1.storage.l2.adapter import AdapterError
@@ -57,6 +61,23 @@ def test_a_tier_that_cannot_tell_what_it_holds_does_not_start() -> None:
 
     with pytest.raises(StartupError, match=r"tier t0: it cannot be set up \(AdapterError: unreadable\)"):
         Store(Mute())
+
+
+def test_what_does_not_start_leaves_no_thread_behind(tmp_path: Path) -> None:
+    class Mute(FaultAdapter):
+        def scan(self):  # type: ignore[no-untyped-def]
+            raise AdapterError("unreadable")
+
+    store = Store(disk(tmp_path))
+    store.put("a")
+    assert store.flush(10.0)
+    store.close(5.0)
+    before = set(threading.enumerate())
+    first = disk(tmp_path, quotas_gb={"": 0.0})
+    with pytest.raises(StartupError, match="tier t1"):
+        Store(first, Mute())
+    first.close()
+    assert until(lambda: set(threading.enumerate()) <= before)
 
 
 @pytest.mark.parametrize("header", [7, 1 << 60, "text", b"", b"LMCKV", [1], object()])

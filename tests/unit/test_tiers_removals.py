@@ -302,3 +302,54 @@ def test_what_is_stored_again_on_its_way_down_is_not_taken_for_being_there() -> 
     store.put("b", "c", "d")
     assert (store.in_l1("older"), store.in_l1("a")) == (0, 1)
     store.close(5.0)
+
+
+# ---- what goes for want of room
+
+
+def test_what_is_stored_anew_while_the_tier_evicts_it_is_there_after_that() -> None:
+    tier = Gated(shared=False)
+    store = Store(tier)
+    store.put("a")
+    store.put("b", "c")
+    assert store.flush(10.0)
+    store.forget()
+    tier.set(capacity=tier.usage().used_bytes)
+    tier.shut("delete")
+    store.put("d")
+    assert until(lambda: tier.came["delete"] == 1), "room is made for it"
+    store.put("a")
+    assert store.status()[0]["queued_objects"] == 2
+    tier.open("delete")
+    assert store.flush(10.0)
+    assert until(lambda: not store._tiers[0].removals)
+    known = {name for name in "abcd" if store.known("t0", key(name))}
+    assert known == held(tier)
+    assert "a" in known
+    store.close(5.0)
+
+
+# ---- calls that hang
+
+
+@pytest.mark.parametrize("well_before", [False, True])
+def test_what_was_deleted_while_its_write_hung_goes_when_the_write_is_over_after_all(
+    well_before: bool,
+) -> None:
+    tier = FaultAdapter(FaultOptions(threads=3, batch=1, hang=1.0, hang_seconds=60.0, on=("store",)))
+    store = Store(tier, store_seconds=1.0, breaker_seconds=0.1)
+    store.put("a")
+    assert until(lambda: tier.running == 1)
+    assert delete(store).result(10.0)["t0"] == 1
+    tier.set(hang=0.0, error=0.0 if well_before else 1.0, on=("contains",))
+    assert until(lambda: store.status()[0]["overdue"] == 1)
+    if well_before:
+        assert until(lambda: store.status()[0]["state"] == "up")
+    tier.release()
+    assert until(lambda: store.status()[0]["stored"] == 1)
+    tier.calm()
+    assert until(lambda: store.status()[0]["state"] == "up")
+    assert until(lambda: held(tier) == set())
+    assert until(lambda: not store._tiers[0].removals)
+    assert not store.known("t0", key("a"))
+    store.close(5.0)

@@ -99,9 +99,9 @@ class Accounts:
         have = self._have.get(account)
         return have.objects if have else 0
 
-    def usage(self) -> dict[str, AccountUsage]:
-        """Everybody who has something or a quota."""
-        names = sorted({*self._have, *self._quotas})
+    def usage(self, limited: bool = False) -> dict[str, AccountUsage]:
+        """Everybody who has something or a quota; ``limited``: only who has a quota."""
+        names = sorted(self._quotas if limited else {*self._have, *self._quotas})
         return {
             name: AccountUsage(self.used(name), self.objects(name), self._quotas.get(name)) for name in names
         }

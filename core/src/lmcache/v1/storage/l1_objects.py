@@ -202,9 +202,9 @@ class L1Objects:
         """
         self._accounts.set_quota(account, nbytes)
 
-    def usage_by_account(self) -> dict[str, AccountUsage]:
-        """Of every account that has something here, or a quota."""
-        return self._accounts.usage()
+    def usage_by_account(self, limited: bool = False) -> dict[str, AccountUsage]:
+        """Of every account that has something here, or a quota; ``limited``: only of those with a quota."""
+        return self._accounts.usage(limited)
 
     # ---- memory
 

@@ -124,6 +124,9 @@ class TieredStore:
                     observe, (policies or {}).get(name),
                 )  # fmt: skip
             except Exception as exc:  # a plugin's may be anything
+                for made in self._tiers:
+                    made.workers.close(0)
+                self._clock.close()
                 text = reason(f"{type(exc).__name__}: {exc}")
                 raise StartupError(f"tier {name}: it cannot be set up ({text})") from exc
             self._tiers.append(tier)
@@ -227,18 +230,24 @@ class TieredStore:
         else:
             self._named(tier).set_quota(account, nbytes)
 
-    def accounts(self) -> list[tuple[str, str, AccountUsage]]:
-        """Tier, account and what it has there, of L1 first, then of every tier that knows."""
-        rows = [(L1_NAME, name, has) for name, has in self.l1.usage_by_account().items()]
+    def accounts(self, limited: bool = False) -> list[tuple[str, str, AccountUsage]]:
+        """Tier, account and what it has there, of L1 first, then of every tier that knows. ``limited``: only accounts
+        with a quota there; of others there may be very many."""
+        rows = [(L1_NAME, name, has) for name, has in self.l1.usage_by_account(limited).items()]
         return rows + [
-            (tier.name, name, has) for tier in self._tiers for name, has in tier.accounts().items()
+            (tier.name, name, has) for tier in self._tiers for name, has in tier.accounts(limited).items()
         ]
+
+    def figures(self) -> list[dict[str, Any]]:
+        """As :meth:`status`, without ``accounts``: what it costs does not depend on what there is."""
+        return [{**tier.status(), **self._writes.waiting(tier)} for tier in self._tiers]
 
     def status(self) -> list[dict[str, Any]]:
         """Every tier: ``name``, ``type``, ``where``, ``shared``, ``sync``, ``state``, ``objects``, ``used_bytes``,
         ``capacity_bytes`` (-1: not known), ``accounts`` (None: not known), ``queued_objects``,
         ``queued_bytes``, and running totals."""
-        return [{**tier.status(), **self._writes.waiting(tier)} for tier in self._tiers]
+        accounts = [{"accounts": tier.accounts_state()} for tier in self._tiers]
+        return [{**figures, **more} for figures, more in zip(self.figures(), accounts, strict=True)]
 
     def known(self, tier: str, key: bytes) -> bool | None:
         """Whether a tier holds an object, from memory; None: only its engine knows.
@@ -322,6 +331,7 @@ class TieredStore:
     ) -> Future[dict[str, int]]:
         """Have every tier do ``act`` for a removal, in a thread of its own; ``counts`` gets the numbers."""
         future: Future[dict[str, int]] = Future()
+        future.set_running_or_notify_cancel()  # whoever loses interest stops nothing
         left = len(tiers)
         mutex = threading.Lock()
 

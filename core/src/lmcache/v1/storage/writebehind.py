@@ -74,9 +74,12 @@ class _Lane:
 
     @property
     def blocked(self) -> bool:
-        """Whether what waits has to go on waiting: it was published after something that is still to be deleted, and
-        would go with it."""
-        return bool(self.undo) or bool(self.tier.removals)
+        """Whether the first of what waits has to go on waiting, and the rest with it, in order: it was published after
+        one of its key that is still to be deleted, and would go with that."""
+        if not self.waiting:
+            return False
+        entry = self.waiting[0].entry
+        return entry.key in self.undo or self.tier.removals.cover(entry.key, entry.account)
 
     def lacks(self, entry: Entry) -> bool:
         """Whether an object is to be written, and is not on its way yet."""
@@ -177,6 +180,7 @@ class WriteBehind:
             for key, item in lane.pending.items():
                 if key not in waits and removal.covers(key, item.entry.account):
                     lane.undo[key] = item
+            self._kick(lane)  # what is first now may go, unlike what was
         self._tell_soon(ended)
 
     def waiting(self, tier: Tier) -> dict[str, int]:
@@ -238,6 +242,8 @@ class WriteBehind:
     def _job(self, lane: _Lane) -> Job:
         batch: list[_Object] = []
         pinned: list[_Object] = []
+        late: list[bytes] = []
+        """Deleted while a call hung, which may store them yet."""
         begun = False
 
         def start() -> bool:
@@ -245,8 +251,9 @@ class WriteBehind:
             with self._lock:
                 begun = True
                 lane.jobs -= 1
-                while lane.waiting and len(batch) < lane.tier.batch and not lane.undo:
-                    if not lane.tier.removals.admits(lane.waiting[0].entry.key):
+                while lane.waiting and len(batch) < lane.tier.batch:
+                    entry = lane.waiting[0].entry
+                    if entry.key in lane.undo or not lane.tier.removals.admits(entry.key, entry.account):
                         break
                     batch.append(lane.waiting.popleft())
                 pinned.extend(batch)
@@ -267,7 +274,10 @@ class WriteBehind:
                     ended += self._over(lane, item, has)
                 if job.returned:  # at once, so that nothing is pinned when the last write is over
                     unpin()
+                else:  # what waits is not to wait for a call that hangs
+                    self._kick(lane)
                 undo = [item.entry.key for item in batch if lane.undo.get(item.entry.key) is item]
+                late.extend(() if job.returned else undo)
                 removal = Removal.of(undo)
                 if undo:
                     lane.tier.removals.begin(removal)  # before the next write may begin
@@ -292,6 +302,8 @@ class WriteBehind:
             with self._lock:
                 unpin()
                 self._kick(lane)
+            if late:
+                lane.tier.delete_later(late)
 
         job = Job("write", lane.tier.store_seconds, run, end, start, let_go)
         return job

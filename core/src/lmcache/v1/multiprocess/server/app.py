@@ -103,12 +103,12 @@ def _gauges(metrics: Metrics, service: Service, lock: threading.Lock) -> None:
 
 def _tiers(service: Service, lock: threading.Lock) -> list[dict[str, Any]]:
     with lock:
-        return service.store.status()
+        return service.store.figures()
 
 
 def _accounts(service: Service, lock: threading.Lock) -> list[tuple[str, str, AccountUsage]]:
     with lock:
-        return service.store.accounts()
+        return service.store.accounts(limited=True)
 
 
 def _check_open_files() -> None:

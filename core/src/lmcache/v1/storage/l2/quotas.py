@@ -17,12 +17,13 @@ from lmcache.v1.storage.l2.adapter import Call, Put, StorageAdapter
 from lmcache.v1.storage.l2.envelope import EnvelopeError, unpack
 from lmcache.v1.storage.l2.tier_index import Item, TierIndex
 
-__all__ = ["Coming", "TierAccounts", "coming"]
+__all__ = ["Coming", "TierAccounts", "coming", "part_of"]
 
 logger = init_logger(__name__)
 
 _EVICT_TO = 0.90
 """Of a quota: where an eviction stops, as for the whole tier."""
+_PART_SECONDS, _PART = 1.0, 0.25
 
 
 class Coming(NamedTuple):
@@ -42,15 +43,20 @@ def coming(adapter: StorageAdapter, put: Put) -> Coming:
     return Coming(put, Item(head + body, account, int(adapter.takes(head, body))))
 
 
+def part_of(call: Call) -> Call:
+    """For what is removed ahead of its time: it is not to cost the call, and those that wait for it, theirs."""
+    return Call(min(_PART_SECONDS, call.remaining * _PART))
+
+
 class TierAccounts:
     """The quotas of one tier. Thread-safe; what takes a :class:`Call` runs in the tier's threads.
 
     Args:
-        evict: deletes these objects, and counts them as evicted.
+        evict: deletes these objects, and counts them as evicted; begins with none once its second call is over.
     """
 
     def __init__(
-        self, adapter: StorageAdapter, index: TierIndex, evict: Callable[[Sequence[bytes], Call], None]
+        self, adapter: StorageAdapter, index: TierIndex, evict: Callable[[Sequence[bytes], Call, Call], None]
     ) -> None:
         self._adapter = adapter
         self._index = index
@@ -66,10 +72,10 @@ class TierAccounts:
             return None
         return books if isinstance(books, Accounts) else None
 
-    def usage(self) -> dict[str, AccountUsage]:
-        """Of every account that has something there, or a quota."""
+    def usage(self, limited: bool = False) -> dict[str, AccountUsage]:
+        """Of every account that has something there, or a quota; ``limited``: only of those with a quota."""
         books = self.books
-        return {} if books is None else books.usage()
+        return {} if books is None else books.usage(limited)
 
     @property
     def over(self) -> bool:
@@ -106,7 +112,10 @@ class TierAccounts:
         if used + need > quota:
             # Some more at once, because the way to the account's own may be long.
             nbytes = used + need - int(quota * _EVICT_TO)
-            self._drop(nbytes, {objects[i].put.key for i in mine}, account, call)
+            without = {objects[i].put.key for i in mine}
+            self._drop(nbytes, without, account, call, part_of(call))
+            if self._used(account) + need > quota:
+                self._drop(self._used(account) + need - quota, without, account, call, call)
         room = quota - self._used(account)
         for i, size in zip(new, sizes, strict=True):
             fits[i] = size <= room
@@ -120,19 +129,23 @@ class TierAccounts:
         quota = books.quota(account)
         return quota is not None and books.used(account) + one.item.taken > quota
 
-    def trim(self, call: Call) -> None:
-        """Evict what accounts have beyond their quotas, which may be newer than what they have."""
-        books = self.books
+    def trim(self, call: Call) -> bool:
+        """Evict what accounts have beyond their quotas, which may be newer than what they have; whether another call
+        would get further."""
+        books, went, until = self.books, False, part_of(call)
         if books is None:
-            return
+            return False
         for account in books.over():
-            quota = books.quota(account)
+            quota, used = books.quota(account), books.used(account)
             if quota is not None:
-                self._drop(books.used(account) - quota, (), account, call)
+                self._drop(used - quota, (), account, call, until)
+                went = went or books.used(account) < used
+        return went and self.over
 
     def _used(self, account: str) -> int:
         books = self.books  # others than before, if another directory came to its place
         return 0 if books is None else books.used(account)
 
-    def _drop(self, nbytes: int, without: Collection[bytes], account: str, call: Call) -> None:
-        self._evict(self._index.victims(nbytes, without, account), call)
+    def _drop(self, nbytes: int, without: Collection[bytes], account: str, call: Call, until: Call) -> None:
+        if not until.over:
+            self._evict(self._index.victims(nbytes, without, account), call, until)

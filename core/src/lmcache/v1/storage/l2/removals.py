@@ -37,6 +37,7 @@ class Removals:
     def __init__(self) -> None:
         self._mutex = threading.Lock()
         self._open: tuple[Removal, ...] = ()
+        self._owed: set[bytes] = set()
         self._writing: set[bytes] = set()
         self._watching: dict[int, set[bytes]] = {}
         """For each load under way, by the id of the set: what was being written when it began, or since."""
@@ -61,15 +62,26 @@ class Removals:
         with self._mutex:
             self._open = tuple(one for one in self._open if one is not removal)
 
+    def owe(self, keys: Iterable[bytes]) -> None:
+        """These could not be removed, and are to be another time."""
+        with self._mutex:
+            self._owed.update(keys)
+
+    def owed(self) -> list[bytes]:
+        """What is owed, for whoever removes it now."""
+        with self._mutex:
+            keys, self._owed = list(self._owed), set()
+        return keys
+
     def cover(self, key: bytes, account: str) -> bool:
         """Whether an object of this key and account is about to go."""
         return any(one.covers(key, account) for one in self._open)
 
-    def admits(self, key: bytes) -> bool:
-        """Whether an object may be written now: nothing is to go that was there before it. It then is being written
-        until :meth:`returned`."""
+    def admits(self, key: bytes, account: str) -> bool:
+        """Whether an object may be written now: it would not go with what was there before it. It then is being
+        written until :meth:`returned`."""
         with self._mutex:
-            if self._open:
+            if self.cover(key, account):
                 return False
             self._writing.add(key)
             for anew in self._watching.values():

@@ -22,7 +22,7 @@ from lmcache.v1.storage.eviction import LRU, EvictionPolicy
 from lmcache.v1.storage.l2 import envelope
 from lmcache.v1.storage.l2.adapter import AdapterError, AdapterFull, Call, Put, StorageAdapter, Usage, Want
 from lmcache.v1.storage.l2.clock import Clock
-from lmcache.v1.storage.l2.quotas import Coming, TierAccounts, coming
+from lmcache.v1.storage.l2.quotas import Coming, TierAccounts, coming, part_of
 from lmcache.v1.storage.l2.remote import reason
 from lmcache.v1.storage.l2.removals import Removal, Removals
 from lmcache.v1.storage.l2.tier_index import TierIndex
@@ -39,7 +39,8 @@ _PROBE_KEY = bytes(64)
 """A key that no object has: asked for to see whether the engine answers."""
 _WATERMARK, _EVICT_TO = 0.95, 0.90
 """Of an owned engine's capacity: where eviction begins and where it stops."""
-_EVICT_BATCH = 64
+_EVICT_BATCH = 16
+_TURN_SECONDS = 0.1
 _QUARANTINE_LOG_SECONDS = 60.0
 _CLOSE_SECONDS = 1.0
 """An adapter gets at least so long to close."""
@@ -107,6 +108,7 @@ class Tier:
         self._scans = adapter.scans
         self._counting = threading.Lock()
         self._observe = observe
+        self._clock = clock
         self._evicting = threading.Lock()
         self._said = float("-inf")
         self._state = "up"
@@ -147,7 +149,7 @@ class Tier:
         return usage if self.index is None else usage._replace(objects=len(self.index))
 
     def status(self) -> dict[str, Any]:
-        """For people and metrics. Does no I/O."""
+        """For people and metrics, without accounts. Does no I/O."""
         usage = self.usage()
         return {
             "name": self.name,
@@ -159,16 +161,15 @@ class Tier:
             "objects": usage.objects,
             "used_bytes": usage.used_bytes,
             "capacity_bytes": usage.capacity_bytes,
-            "accounts": self._accounts_state(),
             **self.workers.figures(),
             **asdict(self.counters),
         }
 
     # ---- accounts
 
-    def accounts(self) -> dict[str, AccountUsage]:
-        """What each account has there, and may; nobody where that is not known."""
-        return {} if self._accounts is None else self._accounts.usage()
+    def accounts(self, limited: bool = False) -> dict[str, AccountUsage]:
+        """What each account has there, and may; nobody where that is not known. ``limited``: only who has a quota."""
+        return {} if self._accounts is None else self._accounts.usage(limited)
 
     def set_quota(self, account: str, nbytes: int | None) -> None:
         """Limit an account; None: no limit. What it has beyond goes soon.
@@ -187,7 +188,8 @@ class Tier:
         books.set_quota(account, nbytes)
         self._trim_later()
 
-    def _accounts_state(self) -> list[dict[str, Any]] | None:
+    def accounts_state(self) -> list[dict[str, Any]] | None:
+        """The same for people; None: not known."""
         if self._accounts is None or self._accounts.books is None:
             return None
         return [
@@ -202,14 +204,19 @@ class Tier:
 
     def _trim_later(self) -> None:
         if self._accounts is not None and self._accounts.over:
-            self.workers.submit(Job("write", self.store_seconds, self._trim, lambda _: None))
+            self.workers.submit(Job("write", self.store_seconds, self._trim, self._trimmed))
 
-    def _trim(self, call: Call) -> None:
-        if self._accounts is not None and self._evicting.acquire(timeout=call.remaining):
-            try:
-                self._accounts.trim(call)
-            finally:
-                self._evicting.release()
+    def _trimmed(self, more: bool | None) -> None:
+        if more:  # a lock is not fair: stores that wait for it go first
+            self._clock.after(_TURN_SECONDS, self._trim_later)
+
+    def _trim(self, call: Call) -> bool:
+        if self._accounts is None or not self._evicting.acquire(timeout=call.remaining):
+            return False
+        try:
+            return self._accounts.trim(call)
+        finally:
+            self._evicting.release()
 
     # ---- in the tier's threads
 
@@ -289,7 +296,7 @@ class Tier:
             return [bool(answer) for answer in self._answers(self.adapter.store(puts, call), puts, "store")]
         except AdapterFull as exc:
             warn_once(logger, f"full:{self.name}", "tier %s is full before its time: %s", self.name, exc)
-            self._make_way(self._need(new), {put.key for put in puts}, call)
+            self._make_way(self._need(new), {put.key for put in puts}, call, call)
             return [False] * len(puts)
 
     def _count_stored(self, objects: Sequence[Put], stored: Sequence[bool], over_quota: int) -> None:
@@ -343,9 +350,22 @@ class Tier:
 
     # ---- jobs of its own
 
-    def delete_later(self, keys: Sequence[bytes]) -> bool:
-        """Delete in a thread of the tier. False: refused."""
-        return self.remove_later(Removal.of(keys), lambda call: self.delete(keys, call), lambda _: None)
+    def delete_later(self, keys: Sequence[bytes]) -> None:
+        """Delete in a thread of the tier; where that fails, when it is well again."""
+
+        def end(count: int | None) -> None:
+            if count is None:
+                self.removals.owe(keys)
+
+        if not self.remove_later(Removal.of(keys), lambda call: self.delete(keys, call), end):
+            self.removals.owe(keys)
+            self.on_removed()
+            if self.workers.usable("write"):  # by now
+                self._delete_owed()
+
+    def _delete_owed(self) -> None:
+        if keys := self.removals.owed():
+            self.delete_later(keys)
 
     def remove_later(
         self, removal: Removal, act: Callable[[Call], int], end: Callable[[int | None], None]
@@ -366,8 +386,10 @@ class Tier:
 
         def over(count: int | None) -> None:
             self.removals.end(removal)
-            end(count)
-            self.on_removed()
+            try:
+                end(count)
+            finally:
+                self.on_removed()
 
         return self.workers.submit(Job("write", self.store_seconds, act, over))
 
@@ -407,18 +429,19 @@ class Tier:
             used, _, capacity = self.usage()
             if capacity > 0 and used + need > capacity * _WATERMARK:
                 without = {one.put.key for one in objects}
-                self._make_way(used + need - int(capacity * _EVICT_TO), without, call)
+                self._make_way(used + need - int(capacity * _EVICT_TO), without, call, part_of(call))
+                self._make_way(self.usage().used_bytes + need - capacity, without, call, call)
             return fits
         finally:
             self._evicting.release()
 
-    def _make_way(self, nbytes: int, without: set[bytes], call: Call) -> None:
+    def _make_way(self, nbytes: int, without: set[bytes], call: Call, until: Call) -> None:
         if self.index is not None:
-            self._evict(self.index.victims(nbytes, without), call)
+            self._evict(self.index.victims(nbytes, without), call, until)
 
-    def _evict(self, victims: Sequence[bytes], call: Call) -> None:
+    def _evict(self, victims: Sequence[bytes], call: Call, until: Call) -> None:
         for at in range(0, len(victims), _EVICT_BATCH):
-            if not call.over:
+            if not (call.over or until.over):
                 self.count(evicted=self.delete(victims[at : at + _EVICT_BATCH], call))
 
     def _probe(self, call: Call) -> None:
@@ -449,6 +472,7 @@ class Tier:
         self._observe("tier_state", {"tier": self.name, "state": state})
         if state == "up":
             self._trim_later()
+            self._delete_owed()
             logger.info("tier %s (%s): is well again", self.name, self.where)
         elif was == "up":
             logger.warning(
