@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -30,15 +31,21 @@ class SlowDeletions(FaultAdapter):
         return super().delete(keys, call)
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
-def test_a_deletion_that_takes_long_holds_up_no_write_of_anything_else(shared: bool) -> None:
-    tier = SlowDeletions("a", shared=shared)
-    store = Store(tier)
+def being_deleted(store: Store, tier: SlowDeletions) -> Future[dict[str, int]]:
+    """The deletion, under way, of an object that the tier has."""
     store.put("a")
     assert store.flush(10.0)
     with store.lock:
         gone = store.delete([key("a")])
     assert until(lambda: tier.waiting == 1)
+    return gone
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
+def test_a_deletion_that_takes_long_holds_up_no_write_of_anything_else(shared: bool) -> None:
+    tier = SlowDeletions("a", shared=shared)
+    store = Store(tier)
+    gone = being_deleted(store, tier)
     store.put("b", "c")
     assert store.flush(10.0)
     assert held(tier) == {"a", "b", "c"}
@@ -51,11 +58,7 @@ def test_a_deletion_that_takes_long_holds_up_no_write_of_anything_else(shared: b
 def test_a_deletion_that_hangs_holds_up_what_is_stored_anew_no_longer_than_its_deadline() -> None:
     tier = SlowDeletions("a")
     store = Store(tier, store_seconds=0.2, breaker_seconds=60.0)
-    store.put("a")
-    assert store.flush(10.0)
-    with store.lock:
-        gone = store.delete([key("a")])
-    assert until(lambda: tier.waiting == 1)
+    gone = being_deleted(store, tier)
     store.put("a")
     assert gone.result(10.0)["t0"] == -1
     assert store.flush(5.0)
@@ -67,11 +70,7 @@ def test_a_deletion_that_hangs_holds_up_what_is_stored_anew_no_longer_than_its_d
 def test_at_the_end_a_deletion_that_hangs_keeps_no_memory_of_what_waits_for_it() -> None:
     tier = SlowDeletions("a")
     store = Store(tier)
-    store.put("a")
-    assert store.flush(10.0)
-    with store.lock:
-        gone = store.delete([key("a")])
-    assert until(lambda: tier.waiting == 1)
+    gone = being_deleted(store, tier)
     store.put("a")
     store.close(0.3)
     tier.gate.set()
@@ -96,11 +95,7 @@ def test_what_waits_behind_a_store_that_hangs_is_given_up_with_it() -> None:
 def test_a_deletion_whose_answer_nobody_wants_any_more_holds_up_nothing() -> None:
     tier = SlowDeletions("a")
     store = Store(tier)
-    store.put("a")
-    assert store.flush(10.0)
-    with store.lock:
-        gone = store.delete([key("a")])
-    assert until(lambda: tier.waiting == 1)
+    gone = being_deleted(store, tier)
     store.put("a")
     gone.cancel()
     tier.gate.set()
