@@ -195,6 +195,17 @@ def test_other_parameters_of_a_request_do_not_separate_prompts(server: LocalServ
     assert engine.serve("warm", prompt(17)).cached == 16
 
 
+@pytest.mark.parametrize(("windows", "said"), [([64, CHUNK - 1], 1), ([64, CHUNK], 0), ([], 0)])
+def test_chunks_longer_than_a_window_are_said_once_to_miss(
+    server: LocalServer, caplog: pytest.LogCaptureFixture, windows: list[int], said: int
+) -> None:
+    """vLLM frees pages that the window has left; a chunk that is completed after that is not stored."""
+    engine = MiniEngine(server, windows=windows)
+    for name in ("first", "second"):
+        engine.serve(name, prompt(17))
+    assert caplog.text.count(f"chunk_size {CHUNK} is longer than this model's window of 7 tokens") == said
+
+
 def feature(identifier: str, offset: int, length: int) -> Any:
     return SimpleNamespace(identifier=identifier, mm_position=SimpleNamespace(offset=offset, length=length))
 

@@ -12,7 +12,13 @@ import pytest
 
 from lmcache.errors import ConfigError
 from lmcache.integration.vllm import identity
-from lmcache.integration.vllm.identity import check_supported, lora_identity, media_by_content, model_revision
+from lmcache.integration.vllm.identity import (
+    attention_windows,
+    check_supported,
+    lora_identity,
+    media_by_content,
+    model_revision,
+)
 from lmcache.v1.utils.weights import folder_state, weights_fingerprint
 
 LARGE = 3 << 20
@@ -254,6 +260,16 @@ def test_what_would_be_cached_wrongly_is_refused_by_name(
     with pytest.raises(ConfigError, match=named) as refused:
         check(*groups, **parallel)
     assert "\n" not in str(refused.value)
+
+
+def test_windows_are_those_whose_pages_the_engine_frees() -> None:
+    groups = []
+    for kind, window in [(FullAttentionSpec, 64), (SlidingWindowSpec, 48), (SlidingWindowSpec, None)]:
+        groups.append(Group(kind()))
+        groups[-1].kv_cache_spec.sliding_window = window
+    groups.append(Group(SlidingWindowSpec()))
+    groups[-1].kv_cache_spec.attention_chunk_size = 32
+    assert attention_windows(SimpleNamespace(kv_cache_groups=groups)) == [48, 32]
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lmcache.errors import ConfigError
 from lmcache.integration.vllm.inproc_settings import (
-    check_windows,
     connector_settings,
     in_users_words,
     read_config,
@@ -41,16 +39,6 @@ def test_code_goes_before_the_environment_and_that_before_the_file(tmp_path: Pat
     }
     made = server({"lmcache.chunk_size": 128}, environ)
     assert (made.chunk_size, made.l1_size_gb, made.eviction_policy) == (128, 2.0, "LRU")
-
-
-@pytest.mark.parametrize(("window", "said"), [(255, 1), (256, 0), (None, 0)])
-def test_chunks_longer_than_the_window_are_said_to_miss(
-    caplog: pytest.LogCaptureFixture, window: int | None, said: int
-) -> None:
-    """vLLM frees pages that the window has left; a chunk that is completed after that is not stored."""
-    check_windows(256, [SimpleNamespace(), SimpleNamespace(sliding_window=window)])
-    check_windows(256, [SimpleNamespace(attention_chunk_size=window)])
-    assert caplog.text.count("chunk_size 256 is longer than this model's window of 255 tokens") == 2 * said
 
 
 def test_tiers_come_in_the_order_in_which_they_are_asked(tmp_path: Path) -> None:

@@ -58,6 +58,17 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
             )
 
 
+def attention_windows(kv_cache_config: Any) -> list[int]:
+    """Tokens of the windows of attention behind which the engine frees pages, of all groups."""
+    windows = []
+    for group in kv_cache_config.kv_cache_groups:
+        spec = _layer_specs(group.kv_cache_spec)[0]
+        window = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
+        if window is not None and "Full" not in type(spec).__name__:  # those keep all pages
+            windows.append(int(window))
+    return windows
+
+
 def _layer_specs(spec: Any) -> list[Any]:
     """The specs of a group's layers: several where a group mixes sizes of one type."""
     inner = getattr(spec, "kv_cache_specs", None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lmcache.errors import ConfigError, bad_value
@@ -18,7 +18,7 @@ from lmcache.v1.multiprocess.server.config import ServerConfig
 from lmcache.v1.multiprocess.server.embedded import embedded_address
 from lmcache.v1.platform.base.device_spec import MPTransferMode
 
-__all__ = ["check_windows", "connector_settings", "in_users_words", "read_config", "server_config"]
+__all__ = ["connector_settings", "in_users_words", "read_config", "server_config"]
 
 logger = init_logger(__name__)
 
@@ -142,23 +142,6 @@ def server_config(config: LMCacheEngineConfig, block_sizes: Sequence[int], repli
     except ConfigError as exc:
         raise ConfigError(in_users_words(str(exc))) from None
     return made
-
-
-def check_windows(chunk_size: int, specs: Iterable[Any]) -> None:
-    """Say where chunks are longer than a window of attention. vLLM frees pages that the window has left: a chunk that
-    is computed in two steps may be without its first ones when it is complete, and is not stored then.
-
-    Args:
-        specs: KV cache specs of the engine's groups that free pages.
-    """
-    for spec in specs:
-        window = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
-        if window is not None and window < chunk_size:
-            logger.warning(
-                "chunk_size %d is longer than this model's window of %d tokens: a chunk that is computed in several"
-                " steps may not be stored, and nothing after it is found; set chunk_size to at most %d",
-                chunk_size, window, window,
-            )  # fmt: skip
 
 
 def in_users_words(text: str) -> str:

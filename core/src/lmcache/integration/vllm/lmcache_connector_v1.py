@@ -13,7 +13,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from lmcache.errors import ConfigError, StartupError
 from lmcache.integration.vllm.inproc_settings import (
-    check_windows,
     connector_settings,
     in_users_words,
     read_config,
@@ -62,9 +61,7 @@ class LMCacheConnectorV1Dynamic(LMCacheMPConnector):
         config = read_config(transfer.kv_connector_extra_config)
         if config.use_layerwise:
             self._check_layerwise(config.source_of("use_layerwise"))
-        specs = [group.kv_cache_spec for group in self._kv.kv_cache_groups]
-        check_windows(config.chunk_size, (spec for spec in specs if "Full" not in type(spec).__name__))
-        sizes = [spec.block_size for spec in specs]
+        sizes = [group.kv_cache_spec.block_size for group in self._kv.kv_cache_groups]
         self._server_config = server_config(config, sizes, getattr(parallel, "data_parallel_index", 0))
         return connector_settings(config, transfer.engine_id or "")
 

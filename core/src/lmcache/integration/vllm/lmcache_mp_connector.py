@@ -26,6 +26,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 import lmcache
 from lmcache.errors import ConfigError
 from lmcache.integration.vllm.identity import (
+    attention_windows,
     check_supported,
     describe_groups,
     lora_identity,
@@ -129,6 +130,7 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):
             min_tokens=settings.min_tokens,
             lora_identity=lora_identity,
             media_by_content=media_by_content(self._config),
+            windows=attention_windows(self._kv),
         )
 
     @property

@@ -110,6 +110,7 @@ class SchedulerSide:
         prefetch_timeout: seconds that a request may wait for what the server fetches from below L1.
         min_tokens: a hit of fewer tokens is not worth its load, and counts as none.
         media_by_content: whether an item's identifier tells its content. If not, it is one of this engine's only.
+        windows: tokens of the windows of attention behind which the engine frees pages.
     """
 
     def __init__(
@@ -125,6 +126,7 @@ class SchedulerSide:
         prefetch_timeout: float = 2.0,
         min_tokens: int = 0,
         media_by_content: bool = True,
+        windows: Sequence[int] = (),
     ) -> None:
         self.client = client
         self._block_sizes = list(block_sizes)
@@ -134,6 +136,7 @@ class SchedulerSide:
         self._lora_identity = lora_identity
         self._prefetch_timeout = prefetch_timeout
         self._min_tokens = min_tokens
+        self._shortest_window = min(windows, default=0)
         self._media_prefix = "" if media_by_content else f"{secrets.token_hex(16)}:"
         self._scheduling = False
         self._busy = False
@@ -392,6 +395,8 @@ class SchedulerSide:
             return known
         if not chunk_size:
             return None  # the server was never seen: its chunk size is not known
+        if 0 < self._shortest_window < chunk_size:
+            _warn_of_window(chunk_size, self._shortest_window)
         params = request.kv_transfer_params or {}
         cacheable = request.prompt_token_ids is not None and request.prompt_embeds is None
         lora = ""
@@ -430,6 +435,18 @@ class SchedulerSide:
     def tracked_requests(self) -> int:
         """Number of requests that are being followed."""
         return len(self._tracked)
+
+
+def _warn_of_window(chunk_size: int, window: int) -> None:
+    """vLLM frees pages that the window has left: a chunk that is computed in two steps may be without its first ones
+    when it is complete, and is not stored then."""
+    warn_once(
+        logger,
+        f"window:{chunk_size}:{window}",
+        "chunk_size %d is longer than this model's window of %d tokens: a chunk that is computed in several steps may"
+        " not be stored, and nothing after it is found; set chunk_size to at most %d",
+        chunk_size, window, window,
+    )  # fmt: skip
 
 
 def _tags(params: Mapping[str, Any]) -> dict[str, str]:
