@@ -71,6 +71,7 @@ class Bench:
                     bench.first_piece_read.wait(20)
                     if "endless" in body:
                         self.go_on()
+                        return
                 self.wfile.write(b"last")
 
             def go_on(self) -> None:
